@@ -1,0 +1,318 @@
+"""What to build. Everything is read from the environment and the machine here, and nowhere else:
+
+    CODA_CUDA               auto (default), 0 or 1: whether the CUDA kernels are built
+    CODA_PROGRAMS           comma-separated programs of csrc/kernels.py; default all
+    TORCH_CUDA_ARCH_LIST    such as "9.0" or "8.0;9.0a"; default: the architectures of the manifest
+    MAX_JOBS                compiler processes at a time
+    CUDA_HOME, CUDA_PATH    the CUDA toolkit
+    CUTLASS_PATH            see third_party/README.md
+"""
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from types import ModuleType
+from typing import Iterable, Mapping
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+MEMORY_PER_JOB = 4 * GIB  # what one kernel takes to compile, with some room
+
+
+class BuildError(Exception):
+    """One sentence for the user, who gets no traceback. `missing` is the piece, for CODA_CUDA=auto and the Makefile."""
+
+    def __init__(self, message: str, missing: str = "") -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+def _load(name: str, file: str) -> ModuleType:
+    """csrc and third_party hold C++ first, so they are no Python packages."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, ROOT / file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+manifest = _load("coda_manifest", "csrc/kernels.py")
+cutlass = _load("coda_cutlass", "third_party/cutlass.py")
+
+
+# Architectures
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """How the kernels of one manifest architecture are compiled."""
+
+    name: str  # as coda.info() shows it
+    gencode: str
+
+
+# wgmma and TMA multicast need the `a` feature set, whose code runs on this very architecture alone: no PTX, no other -gencode.
+TARGETS = {"sm90": Target("9.0a", "arch=compute_90a,code=sm_90a")}
+CAPABILITIES = {"9.0": "sm90"}  # compute capability -> architecture of the manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """One entry of TORCH_CUDA_ARCH_LIST."""
+
+    capability: str  # such as 9.0
+    ptx: bool = False
+
+    @property
+    def target(self) -> str | None:
+        """The manifest's name for it, None when it has no kernels of its own."""
+        return CAPABILITIES.get(self.capability)
+
+    @property
+    def name(self) -> str:
+        return TARGETS[self.target].name if self.target else self.capability
+
+    @property
+    def gencode(self) -> list[str]:
+        """For code that runs anywhere, such as csrc/reduce."""
+        number = self.capability.replace(".", "")
+        flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
+        if self.ptx:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+        return flags
+
+
+def parse_archs(text: str | None) -> list[Arch]:
+    """TORCH_CUDA_ARCH_LIST, separated by ';', ',' or spaces. Sorted, each once; all of the manifest's when there is no list."""
+    entries = re.split(r"[;,\s]+", (text or "").strip(";, \t\n"))
+    if entries == [""]:
+        targets = {k.arch for k in manifest.manifest()}
+        return sorted((Arch(c) for c, t in CAPABILITIES.items() if t in targets), key=_order)
+    archs: dict[str, Arch] = {}
+    for entry in entries:
+        match = re.fullmatch(r"(\d+\.\d)[af]?(\+PTX)?", entry, re.IGNORECASE)
+        if not match:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST has {entry!r}; write compute capabilities such as 9.0, 9.0a or 8.0+PTX.")
+        known = archs.get(match[1])
+        archs[match[1]] = Arch(match[1], ptx=bool(match[2]) or bool(known and known.ptx))
+    return sorted(archs.values(), key=_order)
+
+
+def _order(arch: Arch) -> tuple[int, ...]:
+    return tuple(map(int, arch.capability.split(".")))
+
+
+# Jobs
+
+
+def available_memory(root: pathlib.Path = pathlib.Path("/")) -> int | None:
+    """Bytes that the machine, or the container's limit if that is less, has left. None when unknown."""
+    found = []
+    try:
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        if match:
+            found.append(int(match[1]) * 1024)
+    except OSError:
+        pass
+    for group, limit, used in (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+        folder = root / "sys/fs/cgroup" / group
+        try:
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+        except (OSError, ValueError):  # no such control group, or no limit
+            continue
+        found.append(left + (int(cache[1]) if cache else 0))  # the kernel drops cached files before it refuses memory
+    return max(0, min(found)) if found else None
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def job_count(environ: Mapping[str, str], cores: int | None = None, memory: int | None = None) -> int:
+    """MAX_JOBS, else as many compilers as there are cores and memory for."""
+    given = environ.get("MAX_JOBS")
+    if given:
+        if not re.fullmatch(r"[1-9]\d*", given):
+            raise BuildError(f"MAX_JOBS={given} is not a positive number.")
+        return int(given)
+    cores = available_cores() if cores is None else cores
+    memory = available_memory() if memory is None else memory
+    return max(1, cores if memory is None else min(cores, memory // MEMORY_PER_JOB))
+
+
+# Tools
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def find_ninja(environ: Mapping[str, str]) -> str | None:
+    """The executable of the `ninja` package, whether or not its environment is activated, or the one on PATH."""
+    spec = importlib.util.find_spec("ninja")
+    if spec and spec.origin:
+        for folder in (pathlib.Path(sys.executable).parent, pathlib.Path(spec.origin).parent / "data" / "bin"):
+            if os.access(folder / "ninja", os.X_OK):
+                return str(folder / "ninja")
+    return shutil.which("ninja", path=environ.get("PATH"))
+
+
+def gpu_visible() -> bool:
+    """Whether there is an NVIDIA GPU. CUDA is not initialised: that would take seconds, and fails in a forked or locked-down build."""
+    if any(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    return "GPU " in (_output(["nvidia-smi", "-L"]) or "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolkit:
+    nvcc: pathlib.Path
+    release: str  # such as 13.0
+    include: pathlib.Path
+    cudart: pathlib.Path | None
+
+    @property
+    def major(self) -> str:
+        return self.release.split(".")[0]
+
+
+def find_nvcc(environ: Mapping[str, str], default: pathlib.Path = pathlib.Path("/usr/local/cuda")) -> pathlib.Path:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if environ.get(variable):
+            nvcc = pathlib.Path(environ[variable], "bin", "nvcc")
+            if not nvcc.is_file():
+                raise BuildError(f"nvcc was not found: {variable}={environ[variable]} has no bin/nvcc.", "nvcc")
+            return nvcc
+    on_path = shutil.which("nvcc", path=environ.get("PATH"))
+    if on_path:
+        return pathlib.Path(on_path)
+    if (default / "bin" / "nvcc").is_file():
+        return default / "bin" / "nvcc"
+    raise BuildError(f"nvcc was not found in CUDA_HOME, on PATH or in {default}.", "nvcc")
+
+
+def find_toolkit(environ: Mapping[str, str]) -> Toolkit:
+    nvcc = find_nvcc(environ)
+    release = re.search(r"release (\d+\.\d+)", _output([str(nvcc), "--version"]) or "")
+    if not release:
+        raise BuildError(f"{nvcc} --version does not name a release.", "nvcc")
+    # nvcc on PATH may be a link or a script somewhere else than the toolkit, so ask it.
+    top = re.search(r"^#\$ TOP=(.+)$", _output([str(nvcc), "--dryrun", "-E", "-x", "cu", os.devnull]) or "", re.MULTILINE)
+    root = pathlib.Path(top[1].strip() if top else nvcc.resolve().parent.parent).resolve()
+    if (root / "bin" / "nvcc").is_file():
+        nvcc = root / "bin" / "nvcc"
+    # By file name, since the toolkit in a Python environment has no unversioned link.
+    libraries = [p for folder in ("lib64", "lib", f"targets/{os.uname().machine}-linux/lib") for p in sorted((root / folder).glob("libcudart.so*"))]
+    return Toolkit(nvcc, release[1], root / "include", libraries[0] if libraries else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Torch:
+    version: str
+    cuda: str | None
+
+
+def installed_torch() -> Torch | None:
+    """Without importing it, which takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    file = pathlib.Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    if not file or not file.is_file():
+        return None
+    names: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    return Torch(str(names["__version__"]), names.get("cuda"))
+
+
+# The plan
+
+
+@dataclasses.dataclass
+class Plan:
+    cuda: bool
+    reason: str  # one sentence: why the CUDA kernels are built, or are not
+    missing: str = ""  # torch, nvcc, version, gpu or cutlass; what kept CODA_CUDA=auto from building them
+    toolkit: Toolkit | None = None
+    cutlass: object | None = None
+    archs: list[Arch] = dataclasses.field(default_factory=list)
+    kernels: list = dataclasses.field(default_factory=list)
+
+    @property
+    def programs(self) -> list[str]:
+        return list(dict.fromkeys(k.program for k in self.kernels))
+
+    @property
+    def summary(self) -> str:
+        if not self.cuda:
+            return f"coda: CPU back end only. {self.reason}"
+        archs = ", ".join(a.name for a in self.archs)
+        return f"coda: CPU and CUDA back ends, {len(self.kernels)} kernels for {archs}. {self.reason}"
+
+    def notes(self) -> list[str]:
+        without = [a.name for a in self.archs if a.target is None]
+        if not without:
+            return []
+        have = ", ".join(t.name for t in TARGETS.values())
+        return [f"coda: note: no GEMM kernels exist for {', '.join(without)} (only for {have}); the reductions are compiled for it all the same."]
+
+
+def find_tools(environ: Mapping[str, str]) -> tuple[Toolkit, object]:
+    """nvcc and CUTLASS: all that the kernels need. Raises BuildError."""
+    return find_toolkit(environ), _find_cutlass(environ)
+
+
+def _find_cutlass(environ: Mapping[str, str]) -> object:
+    try:
+        return cutlass.find(environ)
+    except cutlass.CutlassMissing as e:
+        raise BuildError(str(e), "cutlass") from None
+    except cutlass.CutlassError as e:
+        raise BuildError(str(e), "cutlass-version") from None
+
+
+def select_kernels(environ: Mapping[str, str], archs: Iterable[Arch]) -> list:
+    targets = {a.target for a in archs}
+    try:
+        return [k for k in manifest.select(manifest.manifest(), environ.get("CODA_PROGRAMS")) if k.arch in targets]
+    except ValueError as e:
+        raise BuildError(f"CODA_PROGRAMS: {e}.") from None
+
+
+def make_plan(environ: Mapping[str, str], torch: Torch | None) -> Plan:
+    """What setup.py builds. Raises BuildError for a setting that makes no sense, and for what CODA_CUDA=1 lacks."""
+    mode = environ.get("CODA_CUDA") or "auto"
+    if mode not in ("auto", "0", "1"):
+        raise BuildError(f"CODA_CUDA={mode} is none of auto, 0 and 1.")
+    archs = parse_archs(environ.get("TORCH_CUDA_ARCH_LIST"))
+    kernels = select_kernels(environ, archs)
+    if mode == "0":
+        return Plan(False, "CODA_CUDA=0.")
+    try:
+        if torch is None:
+            raise BuildError("torch is not installed.", "torch")
+        if torch.cuda is None:
+            raise BuildError(f"torch {torch.version} is built without CUDA.", "torch")
+        toolkit = find_toolkit(environ)
+        if toolkit.major != torch.cuda.split(".")[0]:
+            raise BuildError(f"{toolkit.nvcc} is CUDA {toolkit.release}, but torch {torch.version} is built with CUDA {torch.cuda}.", "version")
+        if mode == "auto" and not gpu_visible():
+            raise BuildError("No NVIDIA GPU is visible (CODA_CUDA=1 builds the CUDA kernels all the same).", "gpu")
+        headers = _find_cutlass(environ)
+    except BuildError as e:
+        if mode == "1":
+            raise BuildError(f"CODA_CUDA=1: {e}", e.missing) from None
+        return Plan(False, str(e), e.missing)
+    why = "CODA_CUDA=1." if mode == "1" else "A GPU, a matching nvcc and CUTLASS were found."
+    return Plan(True, why, "", toolkit, headers, archs, kernels)

@@ -1,0 +1,65 @@
+// Which compiled kernel runs a call: a filter (can it?), then a ranking (how long would it take?). Free of torch and of the driver, so
+// that it can be tested without a GPU.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "coda/params.h"
+#include "coda/registry.h"
+
+namespace coda {
+
+inline constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+inline constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// What TMA asks of a matrix: 16-byte base, rows a multiple of 16 bytes apart. In elements of 16 bits, that is kAlignment.
+constexpr std::int64_t kAlignment = 8;
+constexpr std::int64_t kBaseAlignment = 16;                  // bytes
+constexpr std::int64_t kMaxPairStride = (std::int64_t(1) << 40) / 2;  // elements: a TMA stride is below 2^40 bytes
+constexpr std::int64_t kMaxExtent = (std::int64_t(1) << 31) - 1;
+
+// Null if `kernel` can run `g`, else the reason.
+inline char const* why_not(KernelInfo const& kernel, GemmArguments const& g) {
+  auto const aligned = [](Resource const& r) {
+    return reinterpret_cast<std::uintptr_t>(r.data) % kBaseAlignment == 0 && r.ld % kAlignment == 0 && r.ld > 0;
+  };
+  if (g.m <= 0 || g.n <= 0 || g.k <= 0) return "M, N and K must be positive";
+  if (g.m > kMaxExtent || g.n > kMaxExtent || g.k > kMaxExtent) return "M, N and K must be below 2^31";
+  if (!aligned(g.a)) return "A must have a 16-byte aligned base and rows that are a multiple of 16 bytes apart";
+  if (!aligned(g.b)) return "B must have a 16-byte aligned base and rows that are a multiple of 16 bytes apart";
+  bool const nt = std::strcmp(kernel.layout, "nt") == 0, tn = std::strcmp(kernel.layout, "tn") == 0;
+  if ((nt ? g.m : g.k) % kAlignment != 0) return nt ? "M must be a multiple of 8" : "K must be a multiple of 8";
+  if (!tn && g.n % kAlignment != 0) return "N must be a multiple of 8";
+  if (g.n % (kernel.columns * kAlignment) != 0) return kernel.columns == 2 ? "N/2 must be a multiple of 8" : "N must be a multiple of 8";
+  if (kernel.columns == 2 && (g.b.pair_stride <= 0 || g.b.pair_stride % kAlignment != 0 || g.b.pair_stride >= kMaxPairStride))
+    return "the second half of B must lie behind the first one by a multiple of 16 bytes, less than 2^40";
+  return nullptr;
+}
+
+// Relative time of `kernel` on an m x n output: full waves times the time of a tile. Clusters are scheduled whole.
+inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, int sm_count) {
+  std::int64_t const tiles = round_up(ceil_div(m, kernel.tile_m), kernel.cluster_m) * round_up(ceil_div(n, kernel.tile_n), kernel.cluster_n);
+  return double(ceil_div(tiles, sm_count)) * kernel.tile_m * kernel.tile_n / kernel.rate;
+}
+
+// The cheapest kernel of (program, layout, dtype) that can run `g`; null, and the reason of the last refusal, if there is none.
+inline KernelInfo const* select_kernel(KernelTable table, char const* program, char const* layout, char const* dtype, GemmArguments const& g,
+                                       int sm_count, char const** reason) {
+  KernelInfo const* best = nullptr;
+  double best_cost = 0;
+  *reason = "no such kernel was built";
+  for (int i = 0; i < table.count; ++i) {
+    KernelInfo const& kernel = *table.kernels[i];
+    if (std::strcmp(kernel.program, program) || std::strcmp(kernel.layout, layout) || std::strcmp(kernel.dtype, dtype)) continue;
+    if (char const* why = why_not(kernel, g)) {
+      *reason = why;
+      continue;
+    }
+    double const c = cost(kernel, g.m, g.n, sm_count);
+    if (best == nullptr || c < best_cost) best = &kernel, best_cost = c;
+  }
+  return best;
+}
+
+}  // namespace coda

@@ -1,0 +1,45 @@
+// What travels from the caller to a kernel: plain structs, free of torch and of CUTLASS.
+#pragma once
+
+#include <cstdint>
+
+namespace coda {
+
+// One operand, load or sink. Which fields count depends on its kind:
+//   matrix, tile      data, ld (elements between rows, or between columns for a transposed operand)
+//   paired matrix     also pair_stride: elements from the first row (column) of the first half to that of the second half
+//   vector            data
+//   row partial       data, ld (elements between the tiles' rows of partials)
+//   scalar            value
+struct Resource {
+  void* data = nullptr;
+  std::int64_t ld = 0;
+  std::int64_t pair_stride = 0;
+  double value = 0;
+};
+
+constexpr int kMaxResources = 8;
+
+// acc[m, n] = sum_k A[m, k] B[n, k]. n counts both halves of a pairwise program.
+struct GemmArguments {
+  std::int64_t m = 0;
+  std::int64_t n = 0;
+  std::int64_t k = 0;
+  Resource a;
+  Resource b;
+  Resource loads[kMaxResources];
+  Resource sinks[kMaxResources];
+  int swizzle = 0;       // tiles of a raster band; 0: the kernel's own choice
+  int raster = 0;        // 1: along M, 2: along N; 0: the kernel's own choice
+  int sm_count = 0;      // of the current device; 0: ask the driver
+  void* stream = nullptr;
+};
+
+// Static strings, so that a failure costs nothing on the way out. ok() when reason is null.
+struct LaunchStatus {
+  char const* stage = nullptr;
+  char const* reason = nullptr;
+  bool ok() const { return reason == nullptr; }
+};
+
+}  // namespace coda

@@ -1,0 +1,68 @@
+// The contract of an epilogue program.
+//
+// A GEMM computes acc = A B^T (fp32; fp64 on the CPU back end when the operands are fp64). A program says what happens to one
+// accumulator value, or to one pair of them, before anything leaves the chip. It is a plain struct:
+//
+//   struct Program {
+//     static constexpr int kColumns = 1;                 // 1: elementwise.  2: pairwise, see below
+//     using Loads = List<...>;                           // what it reads, see loads.hpp
+//     using Sinks = List<...>;                           // what it writes, see sinks.hpp
+//     template <class Storage, class Real>
+//     CODA_HD static void apply(Real const (&acc)[kColumns], Real const (&in)[...], Real (&out)[...]);
+//   };
+//
+// `in` holds the loaded values in the order of Loads, `out` the results in the order of Sinks. A resource that has a column of its
+// own for each accumulator column takes kColumns consecutive slots, every other one takes one slot (see `kSlots`). All arithmetic is
+// in Real (float on a GPU); Storage is the 16-bit type of the tensors, for programs that must see a value as it will be stored.
+//
+// Rules. apply is a pure function: no state, no memory, no branch on where it runs. The back ends (sm90/, host/) are the only callers,
+// and each drives every program with the same generic code, so a program is written once. Anything wider than a tile is a partial
+// sink, one value per row and tile, reduced afterwards in a fixed order (csrc/reduce). There are no atomics, hence every result is
+// bitwise reproducible.
+//
+// Pairwise programs (kColumns = 2). N is then 2F, and one call sees the accumulator columns f and f + F, f in [0, F): with weights
+// stored as [gate; up] these are gate and up of the same feature. layouts.hpp has the reason why that costs nothing on a GPU.
+#pragma once
+
+#if defined(__CUDACC__)
+#define CODA_HD __host__ __device__ __forceinline__
+#else
+#define CODA_HD inline
+#endif
+
+namespace coda {
+
+template <class... Ts>
+struct List {
+  static constexpr int size = static_cast<int>(sizeof...(Ts));
+};
+
+// Element types of a resource, resolved by the back end.
+struct Stored {};       // the GEMM's 16-bit storage type (on the CPU also fp32 or fp64)
+struct Accumulated {};  // the accumulator's type: fp32, or fp64 on the CPU back end for fp64 operands
+
+namespace detail {
+
+template <class Program, class Resources>
+struct Slots;
+
+template <class Program, class... Ts>
+struct Slots<Program, List<Ts...>> {
+  static constexpr int count = (0 + ... + Ts::template slots<Program::kColumns>);
+  // The slot of resource number `index`.
+  static constexpr int offset(int index) {
+    constexpr int widths[sizeof...(Ts) + 1] = {Ts::template slots<Program::kColumns>..., 0};
+    int sum = 0;
+    for (int i = 0; i < index; ++i) sum += widths[i];
+    return sum;
+  }
+};
+
+}  // namespace detail
+
+template <class Program>
+using InputSlots = detail::Slots<Program, typename Program::Loads>;
+template <class Program>
+using OutputSlots = detail::Slots<Program, typename Program::Sinks>;
+
+}  // namespace coda

@@ -1,0 +1,32 @@
+// The compiled kernels. csrc/kernels.py generates one source per kernel and the table that kernel_table() returns.
+#pragma once
+
+#include "coda/params.h"
+
+namespace coda {
+
+struct KernelInfo {
+  char const* key;      // e.g. rstd_swiglu_tn_bf16_128x192x64_2x1_pingpong, unique
+  char const* program;  // e.g. rstd_swiglu
+  char const* arch;     // sm90
+  char const* layout;   // tn: A and B stored K-major.  nn: B N-major.  nt: A M-major, B N-major
+  char const* dtype;    // bf16, fp16
+  int tile_m, tile_n, tile_k;
+  int cluster_m, cluster_n;
+  int stages;         // of the mainloop
+  int shared_memory;  // bytes a block
+  int threads;        // a block
+  int columns;        // Program::kColumns
+  int alignment;      // leading strides must be multiples of this many elements, base pointers of 16 bytes
+  double rate;        // relative speed of a full wave, for dispatch: see csrc/kernels.py
+  LaunchStatus (*launch)(GemmArguments const&);
+};
+
+struct KernelTable {
+  KernelInfo const* const* kernels;
+  int count;
+};
+
+KernelTable kernel_table();
+
+}  // namespace coda
