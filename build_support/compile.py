@@ -67,18 +67,22 @@ def list_objects(plan: Plan, folder: pathlib.Path, environ: Mapping[str, str] = 
 
 def build(plan: Plan, folder: pathlib.Path, environ: Mapping[str, str] = os.environ) -> list[Object]:
     """Brings every object of the plan up to date."""
-    jobs = settings.job_count(environ)
-    ninja = settings.find_ninja(environ)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "obj").mkdir(exist_ok=True)
+    (folder / "obj").mkdir(parents=True, exist_ok=True)
     with _lock(folder / "lock"):
         objects = list_objects(plan, folder, environ)
-        if ninja:
-            _run_ninja(ninja, objects, folder, jobs, environ)
-        else:
-            print("coda: warning: ninja was not found (pip install ninja); compiling with a plain pool of threads.", file=sys.stderr, flush=True)
-            _run_pool(objects, jobs)
+        update(objects, folder, environ)
     return objects
+
+
+def update(objects: list[Object], folder: pathlib.Path, environ: Mapping[str, str] = os.environ) -> None:
+    jobs = settings.job_count(environ)
+    ninja = settings.find_ninja(environ)
+    if ninja:
+        _run_ninja(ninja, objects, folder, jobs, environ)
+    else:
+        warning = "coda: warning: ninja was not found (pip install ninja); compiling with a plain pool of threads."
+        print(warning, file=sys.stderr, flush=True)
+        _run_pool(objects, jobs)
 
 
 @contextlib.contextmanager
@@ -111,8 +115,10 @@ def ninja_file(objects: Iterable[Object]) -> str:
         "  description = $out\n"
     ]
     for o in objects:
-        compile_command, timed, target = (x.replace("$", "$$") for x in (shlex.join(o.command), shlex.quote(str(TIMED)), shlex.quote(str(o.output))))
-        parts.append(f"build {escape(o.output)}: compile {escape(o.source)}\n  timed = {timed}\n  object = {target}\n  compile = {compile_command}\n")
+        variables = {"timed": shlex.quote(str(TIMED)), "object": shlex.quote(str(o.output)), "compile": shlex.join(o.command)}
+        lines = [f"build {escape(o.output)}: compile {escape(o.source)}\n"]
+        lines += ["  {} = {}\n".format(name, value.replace("$", "$$")) for name, value in variables.items()]
+        parts.append("".join(lines))
     return "\n".join(parts)
 
 
@@ -170,7 +176,8 @@ def report(objects: Iterable[Object], limit: int | None = None) -> str:
     """Seconds and peak memory of each object's last compilation. Raises BuildError when one took more than `limit` bytes."""
     rows = [(o.source.name, r["seconds"], r["peak_memory"]) for o in objects if (r := o.record())]
     lines = [f"{seconds:8.1f} s  {memory / settings.GIB:5.2f} GiB  {name}" for name, seconds, memory in rows]
-    lines.append(f"{sum(r[1] for r in rows):8.1f} s  {max((r[2] for r in rows), default=0) / settings.GIB:5.2f} GiB  {len(rows)} files: sum, largest")
+    seconds, memory = sum(r[1] for r in rows), max((r[2] for r in rows), default=0)
+    lines.append(f"{seconds:8.1f} s  {memory / settings.GIB:5.2f} GiB  {len(rows)} files: sum, largest")
     text = "\n".join(lines)
     over = [name for name, _, memory in rows if limit is not None and memory > limit]
     if over:

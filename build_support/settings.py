@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -162,11 +163,13 @@ def _output(command: list[str]) -> str | None:
 
 def find_ninja(environ: Mapping[str, str]) -> str | None:
     """The executable of the `ninja` package, whether or not its environment is activated, or the one on PATH."""
-    spec = importlib.util.find_spec("ninja")
-    if spec and spec.origin:
-        for folder in (pathlib.Path(sys.executable).parent, pathlib.Path(spec.origin).parent / "data" / "bin"):
-            if os.access(folder / "ninja", os.X_OK):
-                return str(folder / "ninja")
+    try:
+        files = importlib.metadata.files("ninja") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "ninja" and os.access(file.locate(), os.X_OK):
+            return str(pathlib.Path(file.locate()).resolve())
     return shutil.which("ninja", path=environ.get("PATH"))
 
 
@@ -215,8 +218,20 @@ def find_toolkit(environ: Mapping[str, str]) -> Toolkit:
     if (root / "bin" / "nvcc").is_file():
         nvcc = root / "bin" / "nvcc"
     # By file name, since the toolkit in a Python environment has no unversioned link.
-    libraries = [p for folder in ("lib64", "lib", f"targets/{os.uname().machine}-linux/lib") for p in sorted((root / folder).glob("libcudart.so*"))]
+    folders = [root / "lib64", root / "lib", root / "targets" / f"{os.uname().machine}-linux" / "lib"]
+    libraries = [library for folder in folders for library in sorted(folder.glob("libcudart.so*"))]
     return Toolkit(nvcc, release[1], root / "include", libraries[0] if libraries else None)
+
+
+def wheel_libraries(release: str, path: Iterable[str] | None = None) -> list[pathlib.Path]:
+    """Folders with include and lib of the CUDA libraries (cuBLAS...) that torch's dependencies install. A toolkit may lack them."""
+    found: list[pathlib.Path] = []
+    for entry in sys.path if path is None else path:
+        nvidia = pathlib.Path(entry or ".") / "nvidia"
+        # One folder for all since CUDA 13, one for each library before.
+        folders = [nvidia / f"cu{release.split('.')[0]}"] if int(release.split(".")[0]) >= 13 else sorted(nvidia.glob("cu*"))
+        found += [f for f in folders if (f / "include").is_dir() and f not in found]
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +280,8 @@ class Plan:
         if not without:
             return []
         have = ", ".join(t.name for t in TARGETS.values())
-        return [f"coda: note: no GEMM kernels exist for {', '.join(without)} (only for {have}); the reductions are compiled for it all the same."]
+        names = ", ".join(without)
+        return [f"coda: note: no GEMM kernels exist for {names} (only for {have}); the reductions are compiled for it all the same."]
 
 
 def find_tools(environ: Mapping[str, str]) -> tuple[Toolkit, object]:
@@ -298,7 +314,7 @@ def make_plan(environ: Mapping[str, str], torch: Torch | None) -> Plan:
     archs = parse_archs(environ.get("TORCH_CUDA_ARCH_LIST"))
     kernels = select_kernels(environ, archs)
     if mode == "0":
-        return Plan(False, "CODA_CUDA=0.")
+        return Plan(False, "CODA_CUDA=0 leaves the CUDA kernels out.")
     try:
         if torch is None:
             raise BuildError("torch is not installed.", "torch")
@@ -306,7 +322,8 @@ def make_plan(environ: Mapping[str, str], torch: Torch | None) -> Plan:
             raise BuildError(f"torch {torch.version} is built without CUDA.", "torch")
         toolkit = find_toolkit(environ)
         if toolkit.major != torch.cuda.split(".")[0]:
-            raise BuildError(f"{toolkit.nvcc} is CUDA {toolkit.release}, but torch {torch.version} is built with CUDA {torch.cuda}.", "version")
+            message = f"{toolkit.nvcc} is CUDA {toolkit.release}, but torch {torch.version} is built with CUDA {torch.cuda}."
+            raise BuildError(message, "version")
         if mode == "auto" and not gpu_visible():
             raise BuildError("No NVIDIA GPU is visible (CODA_CUDA=1 builds the CUDA kernels all the same).", "gpu")
         headers = _find_cutlass(environ)
@@ -314,5 +331,5 @@ def make_plan(environ: Mapping[str, str], torch: Torch | None) -> Plan:
         if mode == "1":
             raise BuildError(f"CODA_CUDA=1: {e}", e.missing) from None
         return Plan(False, str(e), e.missing)
-    why = "CODA_CUDA=1." if mode == "1" else "A GPU, a matching nvcc and CUTLASS were found."
+    why = "CODA_CUDA=1 asks for them." if mode == "1" else "A GPU, a matching nvcc and CUTLASS were found."
     return Plan(True, why, "", toolkit, headers, archs, kernels)

@@ -9,5 +9,7 @@ from coda.ops.linear import linear
 from coda.ops.mlp import fused_mlp_forward
 from coda.ops.norm import rms_norm_stats
 
+from coda import nn  # noqa: E402  its modules call the functions above
+
 __version__ = "0.1.0"
-__all__ = ["backend_of_last_call", "fused_mlp_forward", "info", "linear", "rms_norm_stats"]
+__all__ = ["backend_of_last_call", "fused_mlp_forward", "info", "linear", "nn", "rms_norm_stats"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a byte-level language model on real text with coda.
 
-    python examples/train.py                        # the Python standard library's source, 3 to 4 minutes on 2 cores
+    python examples/train.py                        # the Python standard library's source, 2 to 3 minutes on 2 cores
     python examples/train.py notes.txt src/         # your own files and folders
     python examples/train.py --compare --steps 100  # beside the same model in plain PyTorch, on the same batches
     python examples/train.py --resume               # continue an interrupted run, bit for bit
@@ -39,9 +39,7 @@ from coda.nn import Decoder, DecoderConfig
 
 # What a run uses for each option that is not given, by device. heads, kv_heads and ffn_dim follow from dim.
 DEFAULTS = {
-    "cpu": dict(
-        dim=128, layers=4, seq_len=256, batch=8, steps=1500, lr=3e-3, warmup=50, dtype="fp32", eval_every=100
-    ),
+    "cpu": dict(dim=128, layers=4, seq_len=256, batch=8, steps=1000, lr=3e-3, warmup=50, dtype="fp32", eval_every=100),
     "cuda": dict(
         dim=1024, layers=12, seq_len=1024, batch=16, steps=1000, lr=6e-4, warmup=100, dtype="bf16", eval_every=100
     ),
@@ -68,7 +66,7 @@ class TrainError(Exception):
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("data", nargs="*", type=Path, help="text files or folders (default: the Python standard library)")
+    parser.add_argument("data", nargs="*", type=Path, help="text files or folders (default: Python's standard library)")
 
     model = parser.add_argument_group("model and training (kept by --resume)")
     model.add_argument("--steps", type=positive_int)
@@ -592,8 +590,8 @@ def run_training(args):
     config = run.config
     parameters = sum(p.numel() for p in run.learner.model.parameters())
     print(
-        f"model: {parameters:,} parameters, {config['layers']} layers of width {config['dim']}, {config['heads']} heads "
-        f"({config['kv_heads']} for keys and values), feed-forward {config['ffn_dim']}, "
+        f"model: {parameters:,} parameters, {config['layers']} layers of width {config['dim']}, "
+        f"{config['heads']} heads ({config['kv_heads']} for keys and values), feed-forward {config['ffn_dim']}, "
         f"{config['dtype']} on {config['device']}"
     )
     print_info()
@@ -607,9 +605,10 @@ def run_training(args):
         plot_losses(run, args.out / "loss.png")
 
     if run.reference:
+        first = f" ({run.largest_difference(100):.3g} over the first 100)" if run.step > 100 else ""
         print(
             f"largest loss difference between coda and the PyTorch reference over {run.step} steps: "
-            f"{run.largest_difference():.3g} nats per byte ({run.largest_difference(100):.3g} over the first 100)"
+            f"{run.largest_difference():.3g} nats per byte{first}"
         )
     if not finished:
         print(

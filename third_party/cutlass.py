@@ -53,16 +53,16 @@ def find_include(environ: Mapping[str, str], path: Iterable[str]) -> pathlib.Pat
         include = pathlib.Path(entry or ".") / IN_WHEEL
         if (include / "cutlass" / "version.h").is_file():
             return include.resolve()
-    raise CutlassMissing(f"The CUTLASS headers were not found: set CUTLASS_PATH to a CUTLASS {VERSION} checkout, or pip install --no-deps {WHEEL}.")
+    hint = f"set CUTLASS_PATH to a CUTLASS {VERSION} checkout, or pip install --no-deps {WHEEL}"
+    raise CutlassMissing(f"The CUTLASS headers were not found: {hint}.")
 
 
 def find(environ: Mapping[str, str] = os.environ, path: Iterable[str] | None = None) -> Cutlass:
     include = find_include(environ, sys.path if path is None else path)
     version = read_version(include)
     if version != VERSION and environ.get("CODA_ALLOW_CUTLASS_VERSION") != "1":
-        raise CutlassError(
-            f"{include} is CUTLASS {version}, but the kernels are written for {VERSION} (CODA_ALLOW_CUTLASS_VERSION=1 builds them all the same)."
-        )
+        hint = "CODA_ALLOW_CUTLASS_VERSION=1 builds them all the same"
+        raise CutlassError(f"{include} is CUTLASS {version}, but the kernels are written for {VERSION} ({hint}).")
     return Cutlass(include, version)
 
 

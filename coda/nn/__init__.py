@@ -1,7 +1,7 @@
 """Llama-style decoder modules on top of coda's operators.
 
-Parameters keep the layout of `torch.nn.Linear`, [out, in], with the pieces of a joint projection concatenated, [gate | up]
-and [q | k | v]; nothing is packed or permuted, so a state_dict loads and saves as it is.
+Parameters keep the layout of `torch.nn.Linear`, [out, in], with the pieces of a joint projection concatenated,
+[gate | up] and [q | k | v]; nothing is packed or permuted, so a state_dict loads and saves as it is.
 """
 
 from .config import DecoderConfig

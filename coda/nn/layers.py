@@ -33,10 +33,10 @@ class MLP(nn.Module):
 
     def forward(self, x, residual=None):
         """x, residual: [..., D]. Returns [..., D]. A block passes its input as both."""
+        w_gate_up, w_down = self.gate_up_proj.weight, self.down_proj.weight
         return norm_mlp(
-            self.backend, x, self.gate_up_proj.weight, self.down_proj.weight,
-            norm_weight=self.norm.weight, eps=self.norm.eps, residual=residual,
-        )  # fmt: skip
+            self.backend, x, w_gate_up, w_down, norm_weight=self.norm.weight, eps=self.norm.eps, residual=residual
+        )
 
 
 class Attention(nn.Module):
@@ -54,7 +54,9 @@ class Attention(nn.Module):
     backend="eager" computes the same with plain torch operations.
     """
 
-    def __init__(self, dim, num_heads, num_kv_heads=None, head_dim=None, *, rope_theta=10000.0, eps=1e-6, backend="coda"):
+    def __init__(
+        self, dim, num_heads, num_kv_heads=None, head_dim=None, *, rope_theta=10000.0, eps=1e-6, backend="coda"
+    ):
         super().__init__()
         self.backend = check_backend(backend)
         self.num_heads = num_heads
@@ -77,10 +79,9 @@ class Attention(nn.Module):
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         qkv = F.linear(rms_norm(x, self.norm.weight, self.norm.eps), self.qkv_proj.weight)
         q, k, v = qkv.view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
-        out = F.scaled_dot_product_attention(
-            rotate(q, *rope).transpose(1, 2), rotate(k, *rope).transpose(1, 2), v.transpose(1, 2),
-            is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads,
-        )  # fmt: skip
+        q, k, v = (t.transpose(1, 2) for t in (rotate(q, *rope), rotate(k, *rope), v))
+        grouped = self.num_kv_heads != self.num_heads
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         out = out.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim)
         return linear(self.backend, out, self.o_proj.weight, residual=residual)
 
@@ -91,9 +92,14 @@ class TransformerBlock(nn.Module):
     def __init__(self, config, *, backend="coda"):
         super().__init__()
         self.attention = Attention(
-            config.dim, config.num_heads, config.num_kv_heads, config.head_dim,
-            rope_theta=config.rope_theta, eps=config.norm_eps, backend=backend,
-        )  # fmt: skip
+            config.dim,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            rope_theta=config.rope_theta,
+            eps=config.norm_eps,
+            backend=backend,
+        )
         self.mlp = MLP(config.dim, config.ffn_dim, config.norm_eps, backend=backend)
 
     def forward(self, x, *, positions=None, rope=None):
@@ -127,7 +133,7 @@ def rope_tables(positions, head_dim, theta, like):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x [B, T, H, d], rotate-half: (a, b) -> (a cos - b sin, a sin + b cos), a and b the halves of d."""
+    """Rotary embedding of x [B, T, H, d]: (a, b) -> (a cos - b sin, a sin + b cos), a and b the two halves of d."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

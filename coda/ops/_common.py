@@ -20,8 +20,25 @@ def check_optional_tensor(name: str, value: Any) -> Tensor | None:
     return None if value is None else check_tensor(name, value)
 
 
+def check_devices(x: Tensor, **others: Tensor | None) -> None:
+    """The dispatcher would answer some mixtures of devices without asking our checks."""
+    for name, t in others.items():
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}, expected {x.device} as x")
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """[..., D] as [M, D]; a view where the strides allow it, and well defined for D = 0."""
+    if t.dim() == 0:
+        raise ValueError("x has shape [], expected at least one dimension")
+    return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
+
+
 def cast_for_autocast(like: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Inside an autocast region, casts fp32, bf16 and fp16 tensors to its dtype, as torch's own linear does."""
+    """Inside an autocast region, casts fp32, bf16 and fp16 tensors to its dtype, as torch's own linear does.
+
+    Not for residuals: a sum takes the wider dtype in an autocast region, so an fp32 residual stream stays fp32 (see `split_residual`).
+    """
     kind = like.device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -30,13 +47,15 @@ def cast_for_autocast(like: Tensor, *tensors: Tensor | None) -> list[Tensor | No
     return [t.to(dtype) if t is not None and t.dtype in eligible else t for t in tensors]
 
 
+def split_residual(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(what the epilogue adds, what is added after it): inside autocast a residual of another dtype cannot go into the epilogue."""
+    if residual is not None and residual.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
+        return None, residual
+    return residual, None
+
+
 def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def or_none(t: Tensor) -> Tensor | None:
-    """Operators return an empty tensor where there is nothing: schemas have no optional results."""
-    return t if t.numel() else None
 
 
 def no_second_derivative(op: str, public: str) -> None:

@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda.ops._common import cast_for_autocast, check_optional_tensor, check_tensor, fake, no_second_derivative
+from coda.ops._common import (
+    as_rows,
+    cast_for_autocast,
+    check_devices,
+    check_optional_tensor,
+    check_tensor,
+    fake,
+    no_second_derivative,
+    split_residual,
+)
 
 _ACTIVATIONS = {None: None, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
 
@@ -24,7 +33,7 @@ def linear(
         activation: None, "relu", "silu" or "gelu" (erf), applied before the residual.
 
     Returns:
-        [..., N] in x's dtype (autocast's inside autocast); the products are summed in float32 and rounded once.
+        [..., N] in x's dtype (inside autocast, its dtype, or the residual's if that is wider); the products are summed in float32 and rounded once.
 
     Raises:
         TypeError, ValueError: an argument of another type, dtype, device or shape; it is named, with what was expected.
@@ -35,20 +44,20 @@ def linear(
     check_optional_tensor("residual", residual)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, expected one of {', '.join(map(repr, _ACTIVATIONS))}")
-    if x.dim() == 0:
-        raise ValueError("x has shape [], expected at least one dimension")
-    x, weight, bias, residual = cast_for_autocast(x, x, weight, bias, residual)
-    rows = x.reshape(-1, x.shape[-1])
-    if residual is not None and weight.dim() == 2 and residual.shape != (*x.shape[:-1], weight.shape[0]):
+    check_devices(x, weight=weight, bias=bias, residual=residual)
+    x, weight, bias = cast_for_autocast(x, x, weight, bias)
+    rows = as_rows(x)
+    if weight.dim() != 2:
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected 2 dimensions (out, in)")
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
         raise ValueError(f"residual has shape {list(residual.shape)}, expected {[*x.shape[:-1], weight.shape[0]]} (the shape of the output)")
-    flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    inside, after = split_residual(x, residual)
     act = _ACTIVATIONS[activation]
-    if act is None:
-        out = torch.ops.coda.linear(rows, weight, bias, flat)
-    else:
-        out = act(torch.ops.coda.linear(rows, weight, bias, None))
-        out = out if flat is None else out + flat
-    return out.view(*x.shape[:-1], weight.shape[0])
+    if act is not None:
+        inside, after = None, residual
+    out = torch.ops.coda.linear(rows, weight, bias, None if inside is None else as_rows(inside)).view(*x.shape[:-1], weight.shape[0])
+    out = out if act is None else act(out)
+    return out if after is None else out + after
 
 
 @fake("coda::linear")

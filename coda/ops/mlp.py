@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from coda.ops._common import (
+    as_rows,
     cast_for_autocast,
+    check_devices,
     check_optional_tensor,
     check_tensor,
     fake,
     no_second_derivative,
-    or_none,
+    split_residual,
     statistics_dtype,
 )
 
@@ -42,7 +44,8 @@ def fused_mlp_forward(
         activation: "silu" (SwiGLU: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202).
 
     Returns:
-        [..., D_out] in x's dtype. Inside an autocast region all tensors but norm_weight are cast to its dtype first.
+        [..., D_out] in x's dtype. Inside an autocast region all tensors but norm_weight and residual are cast to its dtype first, and the
+        result has the residual's dtype if that is wider.
 
     Raises:
         TypeError, ValueError: an argument of another type, dtype, device or shape; it is named, with what was expected.
@@ -63,25 +66,28 @@ def fused_mlp_forward(
     check_optional_tensor("residual", residual)
     if activation != "silu":
         raise ValueError(f"activation is {activation!r}, expected 'silu'")
-    if x.dim() == 0:
-        raise ValueError("x has shape [], expected at least one dimension")
-    x, w_gate_up, w_up, w_down, residual = cast_for_autocast(x, x, w_gate_up, w_up, w_down, residual)
+    pair = {"w_gate_up": w_gate_up} if w_up is None else {"w_gate_up[0]": w_gate_up, "w_gate_up[1]": w_up}
+    check_devices(x, **pair, w_down=w_down, norm_weight=norm_weight, residual=residual)
+    x, w_gate_up, w_up, w_down = cast_for_autocast(x, x, w_gate_up, w_up, w_down)
+    rows = as_rows(x)
     shape = (*x.shape[:-1], w_down.shape[0])
     if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {list(residual.shape)}, expected {list(shape)} (the shape of the output)")
-    tensors = (x, w_gate_up, w_up, w_down, norm_weight, residual)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:5])
+    inside, after = split_residual(x, residual)
+    tensors = (x, w_gate_up, w_up, w_down, norm_weight)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     out = torch.ops.coda.fused_mlp(
-        x.reshape(-1, x.shape[-1]),
+        rows,
         w_gate_up,
         w_up,
         w_down,
         norm_weight,
-        None if residual is None else residual.reshape(-1, residual.shape[-1]),
+        None if inside is None else as_rows(inside),
         eps,
         save,
     )[0]
-    return out.view(shape)
+    out = out.view(shape)
+    return out if after is None else out + after
 
 
 @fake("coda::fused_mlp")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda.ops._common import check_optional_tensor, check_tensor, fake, statistics_dtype
+from coda.ops._common import as_rows, check_devices, check_optional_tensor, check_tensor, fake, statistics_dtype
 
 
 def rms_norm_stats(x: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -32,9 +32,8 @@ def rms_norm_stats(x: Tensor, norm_weight: Tensor | None = None, eps: float = 1e
     """
     check_tensor("x", x)
     check_optional_tensor("norm_weight", norm_weight)
-    if x.dim() == 0:
-        raise ValueError("x has shape [], expected at least one dimension")
-    h, rstd = torch.ops.coda.rms_norm_stats(x.reshape(-1, x.shape[-1]), norm_weight, eps)
+    check_devices(x, norm_weight=norm_weight)
+    h, rstd = torch.ops.coda.rms_norm_stats(as_rows(x), norm_weight, eps)
     return (x if norm_weight is None else h.view(x.shape)), rstd.view(x.shape[:-1])
 
 

@@ -141,9 +141,9 @@ std::tuple<at::Tensor, at::Tensor> norm_backward(at::Tensor const& dn_, at::Tens
       });
     }
     if (want_dweight) {
-      at::Tensor sums = at::zeros({d}, rstd.options());
+      at::Tensor sums = at::zeros({d}, rstd.options().dtype(at::kDouble));
       at::parallel_for(0, d, 64, [&](std::int64_t begin, std::int64_t end) {
-        host::norm_dgamma_columns<scalar_t, Real>(dn_data, x_data, x.stride(0), sums.data_ptr<Real>(), m, d, begin, end);
+        host::norm_dgamma_columns<scalar_t>(dn_data, x_data, x.stride(0), sums.data_ptr<double>(), m, d, begin, end);
       });
       dweight = sums.to(weight.scalar_type());
     }

@@ -2,6 +2,9 @@
 // aligned, rows not a multiple of 16 bytes apart, extents not a multiple of 8) are copied or padded; what has no kernel runs eagerly.
 #include <ATen/ATen.h>
 
+#include <map>
+#include <mutex>
+
 #include "bindings/calls.h"
 #include "coda/dispatch.hpp"
 #include "coda/registry.h"
@@ -9,8 +12,9 @@
 #include "programs/swiglu.hpp"
 
 #ifdef CODA_WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 
 #include "reduce/reduce.h"
 #endif
@@ -49,15 +53,35 @@ void check(LaunchStatus const& status, std::string const& kernel) {
   TORCH_CHECK(status.ok(), "coda kernel ", kernel, " failed at ", status.stage, ": ", status.reason);
 }
 
-void* current_stream() { return at::cuda::getCurrentCUDAStream().stream(); }
+void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+struct Device {
+  int major = 0, minor = 0, sm_count = 0;
+};
+
+// Attributes of the current device. torch's own header for this pulls in cuSPARSE, which not every toolkit has.
+Device const& current_device() {
+  static std::mutex mutex;
+  static std::map<int, Device> devices;
+  int index = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&index));
+  std::lock_guard<std::mutex> lock(mutex);
+  auto const [it, inserted] = devices.try_emplace(index);
+  if (inserted) {
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&it->second.major, cudaDevAttrComputeCapabilityMajor, index));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&it->second.minor, cudaDevAttrComputeCapabilityMinor, index));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&it->second.sm_count, cudaDevAttrMultiProcessorCount, index));
+  }
+  return it->second;
+}
 
 char const* dtype_name(at::ScalarType t) { return t == at::kBFloat16 ? "bf16" : t == at::kHalf ? "fp16" : nullptr; }
 
 // Why this device or dtype has no kernel at all; empty if it has.
 std::string unsupported(at::Tensor const& t) {
-  auto const* properties = at::cuda::getCurrentDeviceProperties();
-  if (properties->major != 9)
-    return "no kernels were built for compute capability " + std::to_string(properties->major) + "." + std::to_string(properties->minor) +
+  Device const& device = current_device();
+  if (device.major != 9)
+    return "no kernels were built for compute capability " + std::to_string(device.major) + "." + std::to_string(device.minor) +
            ", there are some for 9.0";
   if (!dtype_name(t.scalar_type())) return std::string("no CUDA kernels for ") + c10::toString(t.scalar_type());
   return {};
@@ -77,7 +101,8 @@ struct Operand {
 
 bool readable(at::Tensor const& t, std::int64_t inner) {
   std::int64_t const outer = 1 - inner;
-  if (reinterpret_cast<std::uintptr_t>(t.data_ptr()) % kBaseAlignment != 0 || t.size(inner) % kAlignment != 0) return false;
+  if (reinterpret_cast<std::uintptr_t>(t.data_ptr()) % kBaseAlignment != 0 || t.size(inner) % kAlignment != 0 || t.size(inner) == 0)
+    return false;
   if (t.stride(inner) != 1 && t.size(inner) != 1) return false;
   return t.size(outer) == 1 || (t.stride(outer) % kAlignment == 0 && t.stride(outer) >= t.size(inner));
 }
@@ -94,7 +119,7 @@ at::Tensor padded(at::Tensor const& t) {
 at::Tensor row_major(at::Tensor const& t) {
   if (readable(t, 1)) return t;
   // clone() keeps odd strides of size-1 dimensions; a fresh tensor does not.
-  if (t.size(1) % kAlignment == 0) return at::empty({t.size(0), t.size(1)}, t.options()).copy_(t);
+  if (t.size(1) % kAlignment == 0 && t.size(1) != 0) return at::empty({t.size(0), t.size(1)}, t.options()).copy_(t);
   return padded(t);
 }
 
@@ -107,7 +132,6 @@ Operand operand(at::Tensor const& t) {
 // --- kernels ------------------------------------------------------------------------------------------------------------------------
 KernelInfo const& pick(char const* program, char const* layout, at::ScalarType dtype, GemmArguments const& g) {
   KernelTable const table = kernel_table();
-  int const sm_count = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   if (std::string const key = forced_kernel(program); !key.empty()) {
     for (int i = 0; i < table.count; ++i) {
       if (key != table.kernels[i]->key) continue;
@@ -118,7 +142,7 @@ KernelInfo const& pick(char const* program, char const* layout, at::ScalarType d
     }
   }
   char const* reason = nullptr;
-  KernelInfo const* kernel = select_kernel(table, program, layout, dtype_name(dtype), g, sm_count, &reason);
+  KernelInfo const* kernel = select_kernel(table, program, layout, dtype_name(dtype), g, current_device().sm_count, &reason);
   TORCH_CHECK(kernel != nullptr, "no kernel ", program, "_", layout, "_", dtype_name(dtype), " can run M ", g.m, ", N ", g.n, ", K ", g.k, ": ",
               reason);
   return *kernel;
@@ -126,7 +150,7 @@ KernelInfo const& pick(char const* program, char const* layout, at::ScalarType d
 
 void launch(KernelInfo const& kernel, GemmArguments& g) {
   g.stream = current_stream();
-  g.sm_count = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  g.sm_count = current_device().sm_count;
   g.swizzle = forced_swizzle;
   g.raster = forced_raster;
   check(kernel.launch(g), kernel.key);
@@ -239,8 +263,8 @@ DSwigluResult dswiglu(at::Tensor const& dy, at::Tensor const& w_down, at::Tensor
   if (std::string const why = unsupported(dy); !why.empty()) return note_eager(why), eager::dswiglu(dy, w_down, preactivation, rstd);
   std::int64_t const m = dy.size(0), f = w_down.size(1), f8 = round_up(f, kAlignment);
   auto const statistics = dy.options().dtype(at::kFloat);
-  DSwigluResult result{at::empty({m, 2 * f8}, dy.options()), at::empty({m, f8}, dy.options()), at::zeros({m}, statistics)};
-  if (m == 0 || f == 0) return result;
+  DSwigluResult result{at::empty({m, 2 * f8}, dy.options()), at::empty({m, f8}, dy.options()), at::empty({m}, statistics)};
+  if (m == 0 || f == 0) return result.row_dot.zero_(), result;
 
   at::Tensor a = row_major(dy), b = row_major(w_down), z = row_major(preactivation);
   if (a.size(1) != b.size(0)) b = at::constant_pad_nd(b, {0, 0, 0, a.size(1) - b.size(0)}).contiguous();

@@ -1,5 +1,7 @@
 // The torch operators: schemas, argument checks, and the composites. Python (coda/ops) adds the fake kernels and the autograd formulas.
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include "bindings/calls.h"
@@ -10,8 +12,12 @@ namespace {
 
 using at::Tensor;
 
+// Every operator holds one of these while it computes: the right device, no autograd and no autocast inside (the operators that we call
+// would otherwise cast the accumulators), and a clean record of what runs.
 struct Call {
   c10::DeviceGuard guard;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
   explicit Call(Tensor const& t) : guard(t.device()) { begin_call(); }
 };
 

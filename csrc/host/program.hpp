@@ -41,14 +41,14 @@ struct Reader {
 
 template <class Storage, class Real, int kColumns>
 struct Writer {
-  static void write(TileStore, Resource const& r, std::int64_t m, std::int64_t n, std::int64_t half, Real const* out, Real&) {
+  static void write(TileStore, Resource const& r, std::int64_t m, std::int64_t n, std::int64_t half, Real const* out, double&) {
     auto* p = static_cast<Storage*>(r.data) + m * r.ld + n;
     for (int c = 0; c < kColumns; ++c) p[c * half] = static_cast<Storage>(out[c]);
   }
-  static void write(HalfTileStore, Resource const& r, std::int64_t m, std::int64_t n, std::int64_t, Real const* out, Real&) {
+  static void write(HalfTileStore, Resource const& r, std::int64_t m, std::int64_t n, std::int64_t, Real const* out, double&) {
     static_cast<Storage*>(r.data)[m * r.ld + n] = static_cast<Storage>(out[0]);
   }
-  static void write(RowPartial, Resource const&, std::int64_t, std::int64_t, std::int64_t, Real const* out, Real& sum) { sum += out[0]; }
+  static void write(RowPartial, Resource const&, std::int64_t, std::int64_t, std::int64_t, Real const* out, double& sum) { sum += out[0]; }
 };
 
 template <class Program, class Storage, class Real, class... Loads, class... Sinks, std::size_t... kL, std::size_t... kS>
@@ -58,7 +58,7 @@ void run_row(GemmArguments const& g, Real const* acc, std::int64_t m, List<Loads
   using R = Reader<Storage, Real, kColumns>;
   using W = Writer<Storage, Real, kColumns>;
   std::int64_t const half = g.n / kColumns;
-  std::array<Real, sizeof...(Sinks)> sums{};
+  std::array<double, sizeof...(Sinks)> sums{};
   for (std::int64_t n = 0; n < half; ++n) {
     Real a[kColumns], in[InputSlots<Program>::count], out[OutputSlots<Program>::count];
     for (int c = 0; c < kColumns; ++c) a[c] = acc[n + c * half];
@@ -67,7 +67,7 @@ void run_row(GemmArguments const& g, Real const* acc, std::int64_t m, List<Loads
     (W::write(Sinks{}, g.sinks[kS], m, n, half, out + OutputSlots<Program>::offset(int(kS)), sums[kS]), ...);
   }
   // The whole row is one tile here.
-  ((std::is_same_v<Sinks, RowPartial> ? void(static_cast<Real*>(g.sinks[kS].data)[m] = sums[kS]) : void()), ...);
+  ((std::is_same_v<Sinks, RowPartial> ? void(static_cast<Real*>(g.sinks[kS].data)[m] = static_cast<Real>(sums[kS])) : void()), ...);
 }
 
 }  // namespace detail

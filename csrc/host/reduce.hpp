@@ -12,9 +12,9 @@ void row_stats(Storage const* x, std::int64_t x_ld, Weight const* gamma, Storage
                std::int64_t end) {
   for (std::int64_t m = begin; m < end; ++m) {
     Storage const* row = x + m * x_ld;
-    Real sum = 0;
-    for (std::int64_t i = 0; i < d; ++i) sum += Real(row[i]) * Real(row[i]);
-    rstd[m] = rstd_from_sum(sum, Real(d), eps);
+    double sum = 0;  // one running fp32 sum over a row would lose what the GPU's tree keeps
+    for (std::int64_t i = 0; i < d; ++i) sum += double(row[i]) * double(row[i]);
+    rstd[m] = rstd_from_sum(Real(sum), Real(d), eps);
     if (gamma != nullptr)
       for (std::int64_t i = 0; i < d; ++i) h[m * d + i] = static_cast<Storage>(Real(row[i]) * Real(gamma[i]));
   }
@@ -31,11 +31,11 @@ void norm_dx_rows(Storage const* dn, Storage const* x, std::int64_t x_ld, Weight
 }
 
 // Adds the products of rows [0, m) to the sums of columns [begin, end), which start at zero.
-template <class Storage, class Real>
-void norm_dgamma_columns(Storage const* dn, Storage const* x, std::int64_t x_ld, Real* sums, std::int64_t m, std::int64_t d, std::int64_t begin,
+template <class Storage>
+void norm_dgamma_columns(Storage const* dn, Storage const* x, std::int64_t x_ld, double* sums, std::int64_t m, std::int64_t d, std::int64_t begin,
                          std::int64_t end) {
   for (std::int64_t row = 0; row < m; ++row)
-    for (std::int64_t i = begin; i < end; ++i) sums[i] += Real(dn[row * d + i]) * Real(x[row * x_ld + i]);
+    for (std::int64_t i = begin; i < end; ++i) sums[i] += double(dn[row * d + i]) * double(x[row * x_ld + i]);
 }
 
 }  // namespace coda::host

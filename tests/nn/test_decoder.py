@@ -1,11 +1,10 @@
 """coda.nn: the coda back end against the eager reference, and attention against a formula written out here."""
 
 import copy
-import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.utils.checkpoint
 
 from coda.nn import MLP, Attention, Decoder, DecoderConfig, TransformerBlock
 
