@@ -1,0 +1,38 @@
+import re
+
+from build_support.settings import ROOT, manifest
+
+
+def test_keys_are_unique_and_valid_names():
+    keys = [k.key for k in manifest.manifest()]
+    assert len(keys) == len(set(keys))
+    assert all(re.fullmatch(r"[a-z]\w*", k) for k in keys)
+
+
+def test_headers_exist():
+    for kernel in manifest.manifest():
+        assert (ROOT / "csrc" / kernel.header).is_file()
+        assert (ROOT / "csrc" / kernel.arch / "gemm.hpp").is_file()
+
+
+def test_sources_keep_their_time_stamps(tmp_path):
+    kernels = manifest.manifest()
+    files = manifest.write_sources(tmp_path, kernels)
+    assert len(files) == len(kernels) + 1
+    before = {f: f.stat().st_mtime_ns for f in files}
+    assert manifest.write_sources(tmp_path, kernels) == files
+    assert {f: f.stat().st_mtime_ns for f in files} == before
+
+
+def test_sources_of_removed_kernels_go(tmp_path):
+    kernels = manifest.manifest()
+    manifest.write_sources(tmp_path, kernels)
+    manifest.write_sources(tmp_path, kernels[:1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"{kernels[0].key}.cu", "registry.cpp"])
+
+
+def test_registry_lists_every_kernel():
+    kernels = manifest.manifest()
+    text = manifest.registry_source(kernels)
+    assert all(f"&{k.key}," in text for k in kernels)
+    assert "nullptr, 0" in manifest.registry_source([])
