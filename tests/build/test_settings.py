@@ -78,7 +78,7 @@ def test_jobs_of_an_8_gib_machine(tmp_path):
 def test_jobs_in_a_container(tmp_path):
     memory = fake_machine(tmp_path, 512 * settings.GIB, limit=str(16 * settings.GIB), used=4 * settings.GIB)
     assert memory == 12 * settings.GIB + 1000  # cached files give way
-    assert job_count({}, cores=64, memory=memory) == 3
+    assert job_count({}, cores=64, memory=memory) == 2
 
 
 def test_jobs():
