@@ -5,11 +5,28 @@
 See ARCHITECTURE.md for how a call travels from here to a kernel.
 """
 from coda._extension import backend_of_last_call, info
-from coda.ops.linear import linear
+from coda.ops.linear import linear, linear_residual
 from coda.ops.mlp import fused_mlp_forward
-from coda.ops.norm import rms_norm_stats
+from coda.ops.norm import NormStats, rms_norm_stats
+from coda.ops.norm_linear import norm_linear, norm_linear_rope
+from coda.ops.raw import linear_residual_rms_norm, rms_linear, rms_linear_rope, rms_linear_swiglu
 
 from coda import nn  # noqa: E402  its modules call the functions above
 
 __version__ = "0.1.0"
-__all__ = ["backend_of_last_call", "fused_mlp_forward", "info", "linear", "nn", "rms_norm_stats"]
+__all__ = [
+    "NormStats",
+    "backend_of_last_call",
+    "fused_mlp_forward",
+    "info",
+    "linear",
+    "linear_residual",
+    "linear_residual_rms_norm",
+    "nn",
+    "norm_linear",
+    "norm_linear_rope",
+    "rms_linear",
+    "rms_linear_rope",
+    "rms_linear_swiglu",
+    "rms_norm_stats",
+]

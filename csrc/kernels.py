@@ -100,6 +100,10 @@ COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, s
 # cluster of two (1.121, 1.087). Also tried and slower at one shape or both: four subtiles of loads in flight, gate's buffer reused for
 # dgate, and 128 x 192 with a narrow subtile, which spills.
 DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2)
+# Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width.
+ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
+ROPE_64 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=64, stages_store=2, tag="r64")
+ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_store=2, tag="r128")
 
 
 def manifest() -> list[Kernel]:
@@ -115,10 +119,23 @@ def manifest() -> list[Kernel]:
     add("plain", "Plain", plain, ("nn", "nt"), (COOPERATIVE_256,))
     add("plain_residual", "PlainResidual", plain, ("tn",), (COOPERATIVE_256, PINGPONG_128))
     add("plain_residual", "PlainResidual", plain, ("nn", "nt"), (PINGPONG_128,))
-    swiglu = "programs/swiglu.hpp"
-    add("rstd_swiglu", "RstdSwiglu", swiglu, ("tn",), (PINGPONG_192, PINGPONG_128_LIGHT))
-    add("rstd_swiglu_preactivation", "RstdSwigluPreactivation", swiglu, ("tn",), (PINGPONG_192, PINGPONG_128))
-    add("dswiglu", "DSwiglu", swiglu, ("nn",), (DSWIGLU_128,))
+    glu = "programs/glu.hpp"
+    add("rstd_swiglu", "RstdGlu<Silu>", glu, ("tn",), (PINGPONG_192, PINGPONG_128_LIGHT))
+    add("rstd_swiglu_preactivation", "RstdGluPreactivation<Silu>", glu, ("tn",), (PINGPONG_192, PINGPONG_128_LIGHT))
+    add("dswiglu", "DGlu<Silu>", glu, ("nn",), (DSWIGLU_128,))
+    add("rstd_geglu", "RstdGlu<Gelu>", glu, ("tn",), (PINGPONG_128,))
+    add("rstd_geglu_preactivation", "RstdGluPreactivation<Gelu>", glu, ("tn",), (PINGPONG_128,))
+    add("dgeglu", "DGlu<Gelu>", glu, ("nn",), (DSWIGLU_128,))
+    activation = "programs/activation.hpp"
+    add("rstd_act", "RstdAct", activation, ("tn",), (PINGPONG_128,))
+    add("dact", "DAct", activation, ("nn",), (DSWIGLU_128,))
+    norm = "programs/norm.hpp"
+    add("rstd", "RstdLinear", norm, ("tn",), (PINGPONG_192, PINGPONG_128))
+    add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128,))
+    add("norm_backward", "NormBackward", norm, ("nn",), (PINGPONG_128,))
+    rope = "programs/rope.hpp"
+    add("rstd_rope", "RstdRope<Pairing::kHeadHalves>", rope, ("tn",), (ROPE_32, ROPE_64, ROPE_128))
+    add("rstd_rope_adjacent", "RstdRope<Pairing::kAdjacent>", rope, ("tn",), (PINGPONG_192, PINGPONG_128))
     keys = [k.key for k in rows]
     assert len(set(keys)) == len(keys), "two kernels of the manifest share a key"
     return rows

@@ -16,6 +16,9 @@ class DecoderConfig:
     head_dim        width of one head, even; None: dim // num_heads
     ffn_dim         width F of the feed-forward layer, of the gate and of the up projection each
     rope_theta      base of the rotary frequencies
+    rotary_dim      how many columns of a head turn, even; None: head_dim
+    qkv_bias        a bias on the query, key and value projection
+    activation      of the gate: "silu" (SwiGLU), "gelu" or "gelu_tanh"
     norm_eps        epsilon of every RMSNorm
     max_seq_len     longest sequence that `Decoder.forward` accepts
     tie_embeddings  use the embedding matrix as the output head too
@@ -31,6 +34,9 @@ class DecoderConfig:
     head_dim: int | None = None
     ffn_dim: int
     rope_theta: float = 10000.0
+    rotary_dim: int | None = None
+    qkv_bias: bool = False
+    activation: str = "silu"
     norm_eps: float = 1e-6
     max_seq_len: int = 2048
     tie_embeddings: bool = True
@@ -53,13 +59,22 @@ class DecoderConfig:
         if self.head_dim % 2:
             self._fail("head_dim", "an even number, since rotary embedding turns its two halves against each other")
 
+        if self.rotary_dim is None:
+            object.__setattr__(self, "rotary_dim", self.head_dim)
+        self._require_positive_int("rotary_dim")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            self._fail("rotary_dim", f"an even number, at most head_dim = {self.head_dim}")
+        if self.activation not in ("silu", "gelu", "gelu_tanh"):
+            self._fail("activation", "'silu', 'gelu' or 'gelu_tanh'")
+
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and value > 0):
                 self._fail(name, "a positive finite number")
-        if not isinstance(self.tie_embeddings, bool):
-            self._fail("tie_embeddings", "True or False")
+        for name in ("qkv_bias", "tie_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                self._fail(name, "True or False")
 
     def _require_positive_int(self, name):
         value = getattr(self, name)

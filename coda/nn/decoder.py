@@ -35,12 +35,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Norm weights 1; matrices normal with standard deviation 0.02, divided by sqrt(2 num_layers) for those that
+        """Norm weights 1; biases 0; matrices normal with standard deviation 0.02, divided by sqrt(2 num_layers) for those that
         write to the residual stream, so that its variance at the end does not grow with depth."""
         residual_std = INIT_STD / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                nn.init.ones_(parameter)
+                (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(parameter)
             else:
                 writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
@@ -57,9 +57,13 @@ class Decoder(nn.Module):
         """
         self._check_tokens(tokens)
         x = self.embedding(tokens)
-        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta, like=x)
-        for block in self.blocks:
-            x = block(x, rope=rope)
+        rope = rope_tables(positions, self.config.rotary_dim, self.config.rope_theta, like=x)
+        stats = None
+        for block, following in zip(self.blocks, [*self.blocks[1:], None]):
+            if following is None:
+                x = block(x, rope=rope, stats=stats)
+            else:
+                x, stats = block(x, rope=rope, stats=stats, next_norm=following.attention.norm)
         x = rms_norm(x, self.norm.weight, self.norm.eps)
         logits = F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
         if targets is None:

@@ -1,7 +1,7 @@
 """What all operators share: argument handling, autocast, and the rule that second derivatives are an error."""
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,22 @@ def split_residual(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, T
     if residual is not None and residual.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
         return None, residual
     return residual, None
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def refuse_grad(public: str, instead: str, **tensors: Tensor | None) -> None:
+    """For raw forward programs, which record nothing for a backward."""
+    for name, t in tensors.items():
+        if needs_grad(t):
+            raise ValueError(f"{name} requires grad, and {public} has no backward; use {instead}, or call it under torch.no_grad()")
+
+
+def check_activation(activation: str | None, choices: Sequence[str | None]) -> None:
+    if activation not in choices:
+        raise ValueError(f"activation is {activation!r}, expected one of {', '.join(map(repr, choices))}")
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:

@@ -10,15 +10,26 @@ from torch import Tensor
 from coda.ops._common import (
     as_rows,
     cast_for_autocast,
+    check_activation,
     check_devices,
     check_optional_tensor,
     check_tensor,
     fake,
+    needs_grad,
     no_second_derivative,
     split_residual,
+    statistics_dtype,
 )
+from coda.ops.norm import NormStats
 
-_ACTIVATIONS = {None: None, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+_ACTIVATIONS = {
+    None: None,
+    "relu": F.relu,
+    "relu2": lambda t: F.relu(t).square(),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+}
 
 
 def linear(
@@ -30,7 +41,7 @@ def linear(
         x: [..., K]; float32, float64, bfloat16 or float16.
         weight: [N, K] as in torch.nn.Linear, dtype and device of x (inside autocast, of any of these dtypes).
         bias: [N]. residual: [..., N], added in the epilogue of the product.
-        activation: None, "relu", "silu" or "gelu" (erf), applied before the residual.
+        activation: None, "relu", "relu2" (its square), "silu", "gelu" (erf) or "gelu_tanh", applied before the residual.
 
     Returns:
         [..., N] in x's dtype (inside autocast, its dtype, or the residual's if that is wider); the products are summed in float32 and rounded once.
@@ -42,8 +53,7 @@ def linear(
     check_tensor("weight", weight)
     check_optional_tensor("bias", bias)
     check_optional_tensor("residual", residual)
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}, expected one of {', '.join(map(repr, _ACTIVATIONS))}")
+    check_activation(activation, list(_ACTIVATIONS))
     check_devices(x, weight=weight, bias=bias, residual=residual)
     x, weight, bias = cast_for_autocast(x, x, weight, bias)
     rows = as_rows(x)
@@ -55,8 +65,12 @@ def linear(
     act = _ACTIVATIONS[activation]
     if act is not None:
         inside, after = None, residual
-    out = torch.ops.coda.linear(rows, weight, bias, None if inside is None else as_rows(inside)).view(*x.shape[:-1], weight.shape[0])
-    out = out if act is None else act(out)
+    shape = (*x.shape[:-1], weight.shape[0])
+    if act is not None and not needs_grad(x, weight, bias):  # the backward would need the pre-activation, which torch's own operators keep
+        out = torch.ops.coda.rstd_act(rows, None, weight, bias, activation, False)[0].view(shape)
+    else:
+        out = torch.ops.coda.linear(rows, weight, bias, None if inside is None else as_rows(inside)).view(shape)
+        out = out if act is None else act(out)
     return out if after is None else out + after
 
 
@@ -89,3 +103,86 @@ def _backward(ctx: Any, dy: Tensor) -> tuple:
 
 torch.library.register_autograd("coda::linear", _backward, setup_context=_setup)
 no_second_derivative("coda::gemm", "coda.linear")
+
+
+def linear_residual(
+    a: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    *,
+    bias: Tensor | None = None,
+    next_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor | tuple[Tensor, NormStats]:
+    """residual + a W^T + b, and with next_norm_weight what the norm that follows needs, from the same epilogue.
+
+    Args:
+        a: [..., K]; float32, float64, bfloat16 or float16. weight: [N, K]. residual: [..., N]. bias: [N]. All of one dtype and device (inside
+            autocast, of any of these dtypes).
+        next_norm_weight: [N], the weight of the RMSNorm that reads the result, in its dtype or float32; eps of that norm.
+
+    Returns:
+        The sum [..., N], in a's dtype; with next_norm_weight a pair of it and a `NormStats`, to be handed to `coda.norm_linear` as stats beside
+        the sum itself. Differentiable in a, weight, residual and bias. The gradient of the statistics is formed by whoever uses them, so they
+        count for nothing here. Inside autocast a residual of another dtype than the product's is added after it.
+
+    Raises:
+        TypeError, ValueError: an argument of another type, dtype, device or shape; it is named, with what was expected.
+
+    The squares are summed over the values as stored: rstd = rsqrt(mean(sum^2) + eps) is a function of the returned tensor alone.
+    """
+    check_tensor("a", a)
+    check_tensor("weight", weight)
+    check_tensor("residual", residual)
+    check_optional_tensor("bias", bias)
+    check_optional_tensor("next_norm_weight", next_norm_weight)
+    check_devices(a, weight=weight, residual=residual, bias=bias, next_norm_weight=next_norm_weight)
+    a, weight, bias = cast_for_autocast(a, a, weight, bias)
+    if weight.dim() != 2:
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected 2 dimensions (out, in)")
+    shape = (*a.shape[:-1], weight.shape[0])
+    if residual.shape != shape:
+        raise ValueError(f"residual has shape {list(residual.shape)}, expected {list(shape)} (the shape of the output)")
+    if next_norm_weight is None:
+        return linear(a, weight, bias, residual=residual)
+    inside, after = split_residual(a, residual)
+    if after is not None:
+        out = torch.ops.coda.linear(as_rows(a), weight, bias, None).view(shape) + after
+        h, rstd = torch.ops.coda.rms_norm_stats(as_rows(out.detach()), next_norm_weight.detach(), eps)
+    else:
+        out, h, rstd = torch.ops.coda.linear_residual(as_rows(a), weight, bias, as_rows(residual), next_norm_weight.detach(), eps)
+        out = out.view(shape)
+    return out, NormStats.make(out, h.view(shape), rstd.view(shape[:-1]), next_norm_weight, eps)
+
+
+@fake("coda::linear_residual")
+def _(a, weight, bias, residual, next_norm_weight, eps):
+    out = a.new_empty((a.shape[0], weight.shape[0]))
+    h = a.new_empty((0,) if next_norm_weight is None else out.shape)
+    return out, h, a.new_empty((a.shape[0],), dtype=statistics_dtype(a))
+
+
+def _residual_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    a, weight = inputs[:2]
+    need_a, need_weight = ctx.needs_input_grad[:2]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(a if need_weight else None, weight if need_a else None)
+
+
+def _residual_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple:
+    if dy is None:
+        return (None,) * 6
+    a, weight = ctx.saved_tensors
+    need_a, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
+    return (
+        torch.ops.coda.gemm(dy, weight) if need_a else None,
+        torch.ops.coda.gemm(dy.t(), a) if need_weight else None,
+        dy.sum(0) if need_bias else None,
+        dy if need_residual else None,
+        None,
+        None,
+    )
+
+
+torch.library.register_autograd("coda::linear_residual", _residual_backward, setup_context=_residual_setup)

@@ -9,14 +9,19 @@ from torch import Tensor
 from coda.ops._common import (
     as_rows,
     cast_for_autocast,
+    check_activation,
     check_devices,
     check_optional_tensor,
     check_tensor,
     fake,
+    needs_grad,
     no_second_derivative,
     split_residual,
     statistics_dtype,
 )
+from coda.ops.norm import NormStats
+
+GATES = ("silu", "gelu", "gelu_tanh")
 
 
 def fused_mlp_forward(
@@ -41,7 +46,8 @@ def fused_mlp_forward(
         norm_weight: [D], dtype of x or float32. None: no norm.
         eps: of the norm.
         residual: [..., D_out]. None: nothing is added. It may be x itself.
-        activation: "silu" (SwiGLU: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202).
+        activation: of the gate: "silu" (SwiGLU), "gelu" (GEGLU, erf) or "gelu_tanh" (Shazeer, GLU Variants Improve Transformer,
+            arXiv:2002.05202).
 
     Returns:
         [..., D_out] in x's dtype. Inside an autocast region all tensors but norm_weight and residual are cast to its dtype first, and the
@@ -51,60 +57,120 @@ def fused_mlp_forward(
         TypeError, ValueError: an argument of another type, dtype, device or shape; it is named, with what was expected.
         NotImplementedError: when a second derivative is asked for.
 
-    The norm is deferred: rstd * ((x * norm_weight) W^T), with rstd applied to the accumulators (programs/swiglu.hpp in csrc).
+    The norm is deferred: rstd * ((x * norm_weight) W^T), with rstd applied to the accumulators (programs/glu.hpp in csrc).
     """
+    return _mlp(
+        x, w_gate_up, w_down, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation, stats=None, next_norm_weight=None, next_eps=eps
+    )
+
+
+def mlp_residual(
+    x: Tensor,
+    w_gate_up: Tensor | Sequence[Tensor],
+    w_down: Tensor,
+    *,
+    norm_weight: Tensor | None,
+    eps: float,
+    activation: str = "silu",
+    stats: NormStats | None = None,
+    next_norm_weight: Tensor | None = None,
+    next_eps: float = 1e-6,
+) -> Any:
+    """x + fused_mlp_forward(x), as a link of a chain of blocks: takes the statistics of x if there are any (see `linear_residual`) and, with
+    next_norm_weight, returns (output, statistics of the output)."""
+    return _mlp(
+        x,
+        w_gate_up,
+        w_down,
+        norm_weight=norm_weight,
+        eps=eps,
+        residual=x,
+        activation=activation,
+        stats=stats,
+        next_norm_weight=next_norm_weight,
+        next_eps=next_eps,
+    )
+
+
+def split_pair(name: str, w: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """(w, None) for one tensor [gate; up], (gate, up) for a pair."""
+    if isinstance(w, Tensor):
+        return w, None
+    if not isinstance(w, (tuple, list)) or len(w) != 2:
+        raise TypeError(f"{name} is {type(w).__name__}, expected a tensor [2F, D] or a pair (gate, up) of tensors [F, D]")
+    gate, up = (check_tensor(f"{name}[{i}]", t) for i, t in enumerate(w))
+    return gate, up
+
+
+def _mlp(x, w_gate_up, w_down, *, norm_weight, eps, residual, activation, stats, next_norm_weight, next_eps):
     check_tensor("x", x)
-    w_up = None
-    if not isinstance(w_gate_up, Tensor):
-        if not isinstance(w_gate_up, (tuple, list)) or len(w_gate_up) != 2:
-            raise TypeError(f"w_gate_up is {type(w_gate_up).__name__}, expected a tensor [2F, D] or a pair (gate, up) of tensors [F, D]")
-        w_gate_up, w_up = (check_tensor(f"w_gate_up[{i}]", w) for i, w in enumerate(w_gate_up))
+    w_gate_up, w_up = split_pair("w_gate_up", w_gate_up)
     check_tensor("w_down", w_down)
     if w_down.dim() != 2:
         raise ValueError(f"w_down has shape {list(w_down.shape)}, expected 2 dimensions (D, F)")
     check_optional_tensor("norm_weight", norm_weight)
     check_optional_tensor("residual", residual)
-    if activation != "silu":
-        raise ValueError(f"activation is {activation!r}, expected 'silu'")
+    check_activation(activation, GATES)
     pair = {"w_gate_up": w_gate_up} if w_up is None else {"w_gate_up[0]": w_gate_up, "w_gate_up[1]": w_up}
     check_devices(x, **pair, w_down=w_down, norm_weight=norm_weight, residual=residual)
+    if stats is not None:
+        stats.check(x, norm_weight, eps)
+    given = x
     x, w_gate_up, w_up, w_down = cast_for_autocast(x, x, w_gate_up, w_up, w_down)
     rows = as_rows(x)
     shape = (*x.shape[:-1], w_down.shape[0])
     if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {list(residual.shape)}, expected {list(shape)} (the shape of the output)")
     inside, after = split_residual(x, residual)
-    tensors = (x, w_gate_up, w_up, w_down, norm_weight)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out = torch.ops.coda.fused_mlp(
+    # Then its gradient joins that of the norm in one epilogue.
+    residual_is_x = inside is given and x is given
+    h, rstd = (None, None) if stats is None or x is not given else stats.rows
+    next_inside = next_norm_weight is not None and after is None
+    out, _, _, next_h, next_rstd = torch.ops.coda.fused_mlp(
         rows,
+        h,
+        rstd,
         w_gate_up,
         w_up,
         w_down,
         norm_weight,
-        None if inside is None else as_rows(inside),
+        None if inside is None or residual_is_x else as_rows(inside),
+        residual_is_x,
+        next_norm_weight.detach() if next_inside else None,
+        activation,
         eps,
-        save,
-    )[0]
+        next_eps,
+        next_inside,
+        needs_grad(x, w_gate_up, w_up, w_down, norm_weight),
+    )
     out = out.view(shape)
-    return out if after is None else out + after
+    out = out if after is None else out + after
+    if next_norm_weight is None:
+        return out
+    if not next_inside:
+        next_h, next_rstd = torch.ops.coda.rms_norm_stats(as_rows(out.detach()), next_norm_weight.detach(), next_eps)
+    return out, NormStats.make(out, next_h.view(shape), next_rstd.view(shape[:-1]), next_norm_weight, next_eps)
 
 
 @fake("coda::fused_mlp")
-def _(x, w_gate_up, w_up, w_down, norm_weight, residual, eps, save):
-    m, d = x.shape
+def _(
+    x, stats_h, stats_rstd, w_gate_up, w_up, w_down, norm_weight, residual, residual_is_x, next_norm_weight, activation, eps, next_eps, next_stats, save
+):
+    m = x.shape[0]
     f = w_gate_up.shape[0] // 2 if w_up is None else w_gate_up.shape[0]
-    keep = save and norm_weight is not None
+    normed = norm_weight is not None and stats_rstd is None
+    out = x.new_empty((m, w_down.shape[0]))
     return (
-        x.new_empty((m, w_down.shape[0])),
-        x.new_empty((m, d) if keep else (0,)),
-        x.new_empty((m,) if keep else (0,), dtype=statistics_dtype(x)),
+        out,
+        x.new_empty((m,) if save and normed else (0,), dtype=statistics_dtype(x)),
         x.new_empty((m, 2 * f) if save else (0,)),
+        x.new_empty(out.shape if next_norm_weight is not None and next_stats else (0,)),
+        x.new_empty((m,) if next_stats else (0,), dtype=statistics_dtype(x)),
     )
 
 
 @fake("coda::fused_mlp_backward")
-def _(dout, x, h, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight, wanted):
+def _(dout, x, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight, residual_is_x, activation, wanted):
     rows = w_gate_up.shape[0] * (1 if w_up is None else 2)
     norm = x if norm_weight is None else norm_weight
     return (
@@ -115,61 +181,44 @@ def _(dout, x, h, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight, wan
     )
 
 
-@fake("coda::rstd_swiglu")
-def _(h, rstd, w_gate_up, w_up, store_preactivation):
+@fake("coda::rstd_glu")
+def _(h, rstd, w_gate_up, w_up, activation, store_preactivation):
     f = w_gate_up.shape[0] // 2 if w_up is None else w_gate_up.shape[0]
     return h.new_empty((h.shape[0], f)), h.new_empty((h.shape[0], 2 * f) if store_preactivation else (0,))
 
 
-@fake("coda::dswiglu")
-def _(dy, w_down, preactivation, rstd):
-    m, f = dy.shape[0], w_down.shape[1]
-    return dy.new_empty((m, 2 * f)), dy.new_empty((m, f)), dy.new_empty((m,), dtype=statistics_dtype(dy))
-
-
-@fake("coda::norm_backward")
-def _(dn, x, norm_weight, rstd, row_dot):
-    return dn.new_empty((dn.shape[0], dn.shape[1])), norm_weight.new_empty((norm_weight.shape[0],))
+@fake("coda::dglu")
+def _(dy, w_down, preactivation, rstd, activation, width, want_value):
+    m, f = dy.shape[0], preactivation.shape[1] // 2
+    return dy.new_empty((m, 2 * f)), dy.new_empty((m, f) if want_value else (0,)), dy.new_empty((m,), dtype=statistics_dtype(dy))
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w_gate_up, w_up, w_down, norm_weight, _, _, save = inputs
-    _, h, rstd, preactivation = output
-    ctx.mark_non_differentiable(h, rstd, preactivation)
+    x, _, stats_rstd, w_gate_up, w_up, w_down, norm_weight, _, residual_is_x, _, activation, _, _, _, save = inputs
+    _, rstd, preactivation, next_h, next_rstd = output
+    ctx.mark_non_differentiable(rstd, preactivation, next_h, next_rstd)
     ctx.set_materialize_grads(False)
+    ctx.residual_is_x, ctx.activation, ctx.saved = residual_is_x, activation, save
     if not save:  # only the residual asks for a gradient
         return
-    need_x, need_gate, need_up, need_down, need_norm = ctx.needs_input_grad[:5]
-    normed = norm_weight is not None
-    ctx.save_for_backward(
-        x if not normed or need_x or need_norm else None,
-        h if normed and (need_gate or need_up) else None,
-        rstd if normed else None,
-        preactivation,
-        w_gate_up,
-        w_up,
-        w_down,
-        norm_weight,
-    )
+    normed = norm_weight is not None or stats_rstd is not None
+    ctx.save_for_backward(x, (rstd if stats_rstd is None else stats_rstd) if normed else None, preactivation, w_gate_up, w_up, w_down, norm_weight)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
-    need_x, need_gate, need_up, need_down, need_norm, need_residual = ctx.needs_input_grad[:6]
+    need_x, _, _, need_gate, need_up, need_down, need_norm, need_residual = ctx.needs_input_grad[:8]
     dx = dgate = dup = ddown = dnorm = None
-    if dout is not None and (need_x or need_gate or need_up or need_down or need_norm):
-        x, h, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight = ctx.saved_tensors
+    if dout is not None and ctx.saved:
+        x, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight = ctx.saved_tensors
         wanted = [need_x, need_gate or need_up, need_down, need_norm]
-        # What was not saved is not read beyond its shape and dtype.
-        x = next(t for t in (x, h, dout) if t is not None)
-        h = x if h is None else h
         dx, dw, ddown, dnorm = torch.ops.coda.fused_mlp_backward(
-            dout, x, h, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight, wanted
+            dout, x, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight, ctx.residual_is_x, ctx.activation, wanted
         )
         dx, ddown, dnorm = (t if needed else None for t, needed in ((dx, need_x), (ddown, need_down), (dnorm, need_norm)))
         if need_gate or need_up:
             f = preactivation.shape[1] // 2
             dgate, dup = (dw, None) if w_up is None else (dw[:f] if need_gate else None, dw[f:] if need_up else None)
-    return dx, dgate, dup, ddown, dnorm, (dout if need_residual else None), None, None
+    return dx, None, None, dgate, dup, ddown, dnorm, (dout if need_residual else None), None, None, None, None, None, None, None
 
 
 torch.library.register_autograd("coda::fused_mlp", _backward, setup_context=_setup)

@@ -1,12 +1,53 @@
 """RMSNorm as side information of a tensor."""
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from coda.ops._common import as_rows, check_devices, check_optional_tensor, check_tensor, fake, statistics_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class NormStats:
+    """What the epilogue that made a tensor x left for the norm that follows: h = x * norm_weight and rstd = rsqrt(mean(x^2) + eps).
+
+    Side information without a gradient: whoever uses it differentiates the whole norm (coda.norm_linear). It belongs to one tensor, one norm
+    weight and one eps; `check` raises for any other.
+    """
+
+    h: Tensor
+    rstd: Tensor
+    of: Tensor
+    norm_weight: Tensor | None
+    eps: float
+    version: int
+
+    @classmethod
+    def make(cls, of: Tensor, h: Tensor, rstd: Tensor, norm_weight: Tensor | None, eps: float) -> "NormStats":
+        return cls(h, rstd, of, norm_weight, eps, _version(of))
+
+    def check(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+        """Raises ValueError unless these are the statistics of x, as it is now, for that norm."""
+        if x is not self.of:
+            raise ValueError("stats were made for another tensor than x, expected those that came with x itself")
+        if norm_weight is not self.norm_weight:
+            raise ValueError("stats were made with another norm weight than norm_weight, expected the next_norm_weight of the call that made them")
+        if eps != self.eps:
+            raise ValueError(f"stats were made with eps {self.eps}, expected {eps}")
+        if self.version != _version(x):
+            raise ValueError("stats are of an earlier state of x, which was changed in place since")
+
+    @property
+    def rows(self) -> tuple[Tensor | None, Tensor]:
+        """(h [M, D] or None without a norm weight, rstd [M]), for the operators."""
+        return (None if self.norm_weight is None else as_rows(self.h)), self.rstd.reshape(-1)
+
+
+def _version(t: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
 def rms_norm_stats(x: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:

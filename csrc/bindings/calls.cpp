@@ -1,92 +1,185 @@
 #include "bindings/calls.h"
 
-#include <cstdlib>
-#include <map>
-#include <mutex>
-
-#include "bindings/checks.h"
-#include "coda/registry.h"
+#include "bindings/launch.h"
+#include "programs/activation.hpp"
+#include "programs/glu.hpp"
+#include "programs/norm.hpp"
+#include "programs/plain.hpp"
+#include "programs/rope.hpp"
 
 namespace coda::bindings {
-
-at::Tensor gemm(GemmCall const& call) { return call.a.is_cpu() ? cpu::gemm(call) : cuda::gemm(call); }
-
-SwigluResult rstd_swiglu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up, bool store) {
-  return h.is_cpu() ? cpu::rstd_swiglu(h, rstd, w_gate, w_up, store) : cuda::rstd_swiglu(h, rstd, w_gate, w_up, store);
-}
-
-DSwigluResult dswiglu(at::Tensor const& dy, at::Tensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd) {
-  return dy.is_cpu() ? cpu::dswiglu(dy, w_down, preactivation, rstd) : cuda::dswiglu(dy, w_down, preactivation, rstd);
-}
-
-std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {
-  return x.is_cpu() ? cpu::row_stats(x, weight, eps) : cuda::row_stats(x, weight, eps);
-}
-
-std::tuple<at::Tensor, at::Tensor> norm_backward(at::Tensor const& dn, at::Tensor const& x, at::Tensor const& weight, at::Tensor const& rstd,
-                                                 at::Tensor const& row_dot, bool want_dx, bool want_dweight) {
-  return dn.is_cpu() ? cpu::norm_backward(dn, x, weight, rstd, row_dot, want_dx, want_dweight)
-                     : cuda::norm_backward(dn, x, weight, rstd, row_dot, want_dx, want_dweight);
-}
-
 namespace {
 
-std::mutex mutex;  // backward runs on autograd's threads
-std::string last_backend, last_kernels, eager_reason;
-std::map<std::string, std::string> forced;
+// True, and noted, if `t` has to take the plain torch operators.
+bool use_eager(at::Tensor const& t) {
+  if (t.is_cpu()) return false;
+  std::string const why = cuda::unsupported(t);
+  if (!why.empty()) note_eager(why);
+  return !why.empty();
+}
+
+at::Tensor empty_rows(at::Tensor const& like, std::int64_t columns) { return at::empty({like.size(0), columns}, like.options()); }
+at::Tensor wanted_partials(at::Tensor const& like) { return at::empty({0}, like.options().dtype(statistics_type(like))); }
+
+at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps) {
+  if (!partials.is_cpu()) return cuda::rstd_from_partials(partials, m, width, eps);
+  note("cpu", "");
+  return at::rsqrt(partials.sum(at::IntArrayRef{0}).narrow(0, 0, m) / double(width) + eps);
+}
+
+at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, OptionalTensor const& rstd, std::int64_t width) {
+  if (!partials.is_cpu()) return cuda::correction_from_partials(partials, m, rstd, width);
+  note("cpu", "");
+  at::Tensor const mean = partials.sum(at::IntArrayRef{0}).narrow(0, 0, m) / double(width);
+  return get(rstd) ? mean * get(rstd)->square() : mean;
+}
+
+at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType dtype) {
+  if (!partials.is_cpu()) return cuda::sum_groups(partials, n, dtype);
+  note("cpu", "");
+  return partials.to(at::kDouble).sum(at::IntArrayRef{0}).narrow(0, 0, n).to(dtype);
+}
+
+double number(ActivationKind kind) { return double(int(kind)); }
 
 }  // namespace
 
-void begin_call() {
-  std::lock_guard<std::mutex> lock(mutex);
-  last_backend.clear();
-  last_kernels.clear();
-  eager_reason.clear();
-}
-
-void note(char const* backend, std::string const& what) {
-  std::lock_guard<std::mutex> lock(mutex);
-  last_backend = backend;
-  if (!what.empty()) last_kernels += (last_kernels.empty() ? "" : "+") + what;
-}
-
-void note_eager(std::string const& reason) {
-  char const* strict = std::getenv("CODA_STRICT");
-  TORCH_CHECK(strict == nullptr || std::string(strict) != "1", "CODA_STRICT=1 and no kernel can run this call: ", reason);
-  std::lock_guard<std::mutex> lock(mutex);
-  if (eager_reason.empty()) eager_reason = reason;
-}
-
-std::string last_call() {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!eager_reason.empty()) return "eager:" + eager_reason;
-  return last_kernels.empty() ? last_backend : last_backend + ":" + last_kernels;
-}
-
-void force_kernel(std::string const& program, std::string const& key) {
-  if (!key.empty()) {
-    KernelTable const table = kernel_table();
-    bool found = false;
-    std::string near;
-    for (int i = 0; i < table.count; ++i) {
-      if (program != table.kernels[i]->program) continue;
-      found |= key == table.kernels[i]->key;
-      near += (near.empty() ? "" : ", ") + std::string(table.kernels[i]->key);
-    }
-    TORCH_CHECK_VALUE(found, "no kernel ", key, " of program ", program, " was built, there is: ", near.empty() ? "none" : near);
+at::Tensor gemm(GemmCall const& call) {
+  if (use_eager(call.a)) return eager::gemm(call);
+  bool const has_source = get(call.source), has_bias = get(call.bias);
+  // Nothing in the epilogue: the library, which measured about as fast in every layout (bench/results/programs.json) and takes any operand.
+  // A residual it would copy into the output first, a pass that our epilogue does not need.
+  if (!call.a.is_cpu() && forced_kernel("plain").empty() && !has_bias && !has_source && call.alpha == 1) {
+    note("sm90", "library");
+    return at::mm(call.a, call.b);
   }
-  std::lock_guard<std::mutex> lock(mutex);
-  if (key.empty()) {
-    forced.erase(program);
+  at::Tensor const out = empty_rows(call.a, call.b.size(1));
+  if (has_source) {
+    Launch launch{"plain_residual", call.a, call.b.t(), {}, {call.alpha, call.bias, call.beta, call.source}, {out}};
+    run<PlainResidual>(launch);
   } else {
-    forced[program] = key;
+    Launch launch{"plain", call.a, call.b.t(), {}, {call.alpha, call.bias}, {out}};
+    run<Plain>(launch);
   }
+  return out;
 }
 
-std::string forced_kernel(std::string const& program) {
-  std::lock_guard<std::mutex> lock(mutex);
-  auto const it = forced.find(program);
-  return it == forced.end() ? std::string() : it->second;
+LinearResidualResult linear_residual(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,
+                                     OptionalTensor const& gamma, double eps) {
+  if (use_eager(a)) return eager::linear_residual(a, w, bias, residual, gamma, eps);
+  std::int64_t const m = a.size(0), n = w.size(0);
+  LinearResidualResult result{empty_rows(a, n), get(gamma) ? empty_rows(a, n) : at::Tensor(), {}};
+  Launch launch{"residual_sqsum", a, w, {}, {residual, bias, gamma}, {result.out, result.h, wanted_partials(a)}};
+  run<ResidualSqsum>(launch);
+  result.rstd = rstd_from_partials(launch.sinks[ResidualSqsum::kSquares], m, n, eps);
+  return result;
+}
+
+ActivationResult rstd_act(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias, ActivationKind kind,
+                          bool store) {
+  if (use_eager(h)) return eager::rstd_act(h, rstd, w, bias, kind, store);
+  ActivationResult result{empty_rows(h, w.size(0)), {}};
+  if (kind == ActivationKind::kIdentity) {
+    Launch launch{"rstd", h, w, {}, {rstd, bias}, {result.value}};
+    run<RstdLinear>(launch);
+    return result;
+  }
+  if (store) result.preactivation = at::empty_like(result.value);
+  at::Tensor const none;
+  Launch launch{"rstd_act", h, w, {}, {rstd, bias, number(kind), none, none}, {result.value, result.preactivation}};
+  run<RstdAct>(launch);
+  return result;
+}
+
+ActivationResult rstd_glu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up, ActivationKind kind,
+                          bool store) {
+  if (use_eager(h)) return eager::rstd_glu(h, rstd, w_gate, w_up, kind, store);
+  std::int64_t const f = w_gate.size(0);
+  bool const silu = kind == ActivationKind::kSilu;
+  ActivationResult result{empty_rows(h, f), store ? empty_rows(h, 2 * f) : at::Tensor()};
+  if (store) {
+    Launch launch{silu ? "rstd_swiglu_preactivation" : "rstd_geglu_preactivation", h, w_gate, w_up, {rstd, number(kind)}, {result.preactivation, result.value}};
+    silu ? run<RstdGluPreactivation<Silu>>(launch) : run<RstdGluPreactivation<Gelu>>(launch);
+  } else {
+    Launch launch{silu ? "rstd_swiglu" : "rstd_geglu", h, w_gate, w_up, {rstd, number(kind)}, {result.value}};
+    silu ? run<RstdGlu<Silu>>(launch) : run<RstdGlu<Gelu>>(launch);
+  }
+  return result;
+}
+
+ActivationGradient dglu(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd,
+                        ActivationKind kind, std::int64_t width, bool want_value) {
+  if (use_eager(dy)) return eager::dglu(dy, w_down, preactivation, rstd, kind, width, want_value);
+  std::int64_t const m = dy.size(0), f = preactivation.size(1) / 2;
+  bool const silu = kind == ActivationKind::kSilu;
+  ActivationGradient result{empty_rows(dy, 2 * f), want_value ? empty_rows(dy, f) : at::Tensor(), {}, {}};
+  auto const half = [f](at::Tensor const& t, int which) { return t.narrow(1, which * f, f); };
+  Launch launch{silu ? "dswiglu" : "dgeglu", dy, get(w_down) ? get(w_down)->t() : at::Tensor(), {},
+                {half(preactivation, 0), half(preactivation, 1), rstd, number(kind)},
+                {half(result.dz, 0), half(result.dz, 1), result.value, wanted_partials(dy)}};
+  silu ? run<DGlu<Silu>>(launch) : run<DGlu<Gelu>>(launch);
+  result.correction = correction_from_partials(launch.sinks[DGlu<Silu>::kRowDot], m, rstd, width);
+  return result;
+}
+
+ActivationGradient dact(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd,
+                        OptionalTensor const& bias, ActivationKind kind, std::int64_t width, bool want_value) {
+  if (use_eager(dy)) return eager::dact(dy, w_down, preactivation, rstd, bias, kind, width, want_value);
+  std::int64_t const m = dy.size(0), n = preactivation.size(1);
+  ActivationGradient result{empty_rows(dy, n), want_value ? empty_rows(dy, n) : at::Tensor(), {}, {}};
+  Launch launch{"dact", dy, get(w_down) ? get(w_down)->t() : at::Tensor(), {}, {preactivation, rstd, bias, number(kind)},
+                {result.dz, result.value, wanted_partials(dy), get(bias) ? wanted_partials(dy) : at::Tensor()}};
+  run<DAct>(launch);
+  result.correction = correction_from_partials(launch.sinks[DAct::kRowDot], m, rstd, width);
+  if (get(bias)) result.dbias = sum_groups(launch.sinks[DAct::kDbias], n, get(bias)->scalar_type());
+  return result;
+}
+
+at::Tensor rstd_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias, RopeArguments const& rope) {
+  if (use_eager(h)) return eager::rstd_rope(h, rstd, w, bias, rope);
+  std::int64_t const turn = rope.rotary_dim();
+  // The pairs of rotate-half are reached by a stride inside groups of `turn` columns, which must therefore tile a head.
+  bool const in_epilogue = turn > 0 && (rope.interleaved ? rope.head_dim % 8 == 0 : rope.head_dim % turn == 0) &&
+                           (h.is_cpu() || cuda::has_rope_kernel(rope, h.scalar_type()));
+  if (!in_epilogue) {
+    at::Tensor const y = rstd_act(h, rstd, w, bias, ActivationKind::kIdentity, false).value;
+    if (!h.is_cpu()) return cuda::rope_in_place(y, rope), y;
+    return eager::rstd_rope(y, std::nullopt, {}, std::nullopt, rope);
+  }
+  at::Tensor const out = empty_rows(h, w.size(0));
+  Launch launch{rope.interleaved ? "rstd_rope_adjacent" : "rstd_rope", h, w, {}, {rstd, bias, rope.cos, rope.sin}, {out}};
+  launch.rotation.head_dim = rope.head_dim;
+  launch.rotation.rotary_dim = turn;
+  launch.rotation.columns = rope.columns;
+  launch.rotation.period = rope.period;
+  if (get(rope.positions)) launch.positions = *get(rope.positions);
+  rope.interleaved ? run<RstdRope<Pairing::kAdjacent>>(launch) : run<RstdRope<Pairing::kHeadHalves>>(launch);
+  return out;
+}
+
+ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y, OptionalTensor const& rstd,
+                                 OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width) {
+  if (y.is_cpu() || use_eager(y)) {
+    if (y.is_cpu()) note("cpu", "");
+    return eager::rope_backward(dq, dk, dv, y, rstd, bias, rope, width);
+  }
+  return cuda::rope_backward(dq, dk, dv, y, rstd, bias, rope, width);
+}
+
+NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma, at::Tensor const& correction,
+                           OptionalTensor const& incoming, bool want_h, bool want_dgamma) {
+  if (use_eager(dz)) return eager::norm_backward(dz, w, x, gamma, correction, incoming, want_h, want_dgamma);
+  std::int64_t const d = w.size(1);
+  NormGradient result{empty_rows(dz, d), want_h ? empty_rows(dz, d) : at::Tensor(), {}};
+  Launch launch{"norm_backward", dz, w.t(), {}, {incoming, x, gamma, correction}, {result.dx, result.h, want_dgamma ? wanted_partials(dz) : at::Tensor()}};
+  run<NormBackward>(launch);
+  if (want_dgamma) result.dgamma = sum_groups(launch.sinks[NormBackward::kDgamma], d, get(gamma)->scalar_type());
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {
+  if (use_eager(x)) return eager::row_stats(x, weight, eps);
+  return x.is_cpu() ? cpu::row_stats(x, weight, eps) : cuda::row_stats(x, weight, eps);
 }
 
 }  // namespace coda::bindings

@@ -1,6 +1,6 @@
 // What the operators are made of. Each function checks nothing: operators.cpp has checked. Each takes 2-D tensors of any strides and
-// runs on the device of its first tensor, by the CPU back end (cpu.cpp), an SM90 kernel (cuda.cpp), or, where no kernel was built for
-// the dtype or the device, by plain torch operators (eager.cpp).
+// runs on the device of its first tensor, by the CPU back end, an SM90 kernel, or, where no kernel was built for the dtype or the device,
+// by plain torch operators (eager.cpp). Formulas are with the programs (csrc/programs).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "bindings/checks.h"
+#include "coda/functions.hpp"
 
 namespace coda::bindings {
 
@@ -22,40 +23,96 @@ struct GemmCall {
   double alpha = 1, beta = 1;
 };
 
-struct SwigluResult {
-  at::Tensor product;        // [M, F]
-  at::Tensor preactivation;  // [M, 2F] as [gate | up]; empty if not stored
+struct LinearResidualResult {
+  at::Tensor out;   // [M, N]
+  at::Tensor h;     // out * gamma; undefined without gamma, where it is out itself
+  at::Tensor rstd;  // [M]
 };
 
-struct DSwigluResult {
-  at::Tensor dz;       // [M, 2F] as [dgate | dup], scaled by rstd
-  at::Tensor product;  // [M, F]
-  at::Tensor row_dot;  // [M], statistics type
+struct ActivationResult {
+  at::Tensor value;          // act(preactivation), or the gated product
+  at::Tensor preactivation;  // undefined if not stored; [gate | up] of a gated unit
 };
 
-#define CODA_CALLS                                                                                                                      \
-  at::Tensor gemm(GemmCall const& call);                                                                                                \
-  SwigluResult rstd_swiglu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up,           \
-                           bool store_preactivation);                                                                                   \
-  DSwigluResult dswiglu(at::Tensor const& dy, at::Tensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd);   \
-  /* h (undefined without a weight) and rstd */                                                                                         \
-  std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);                          \
-  /* dx and dweight, each undefined where not wanted */                                                                                 \
-  std::tuple<at::Tensor, at::Tensor> norm_backward(at::Tensor const& dn, at::Tensor const& x, at::Tensor const& weight,                 \
-                                                   at::Tensor const& rstd, at::Tensor const& row_dot, bool want_dx, bool want_dweight);
+// The gradient of an activation behind a norm: dz is the gradient of the unscaled product, rstd times that of the pre-activation.
+struct ActivationGradient {
+  at::Tensor dz;
+  at::Tensor value;       // the activation, recomputed; undefined if not wanted
+  at::Tensor correction;  // [M], rstd^2 S / D of programs/norm.hpp
+  at::Tensor dbias;       // [N] in the dtype of the bias; undefined without one
+};
 
-CODA_CALLS  // by device
+struct NormGradient {
+  at::Tensor dx;      // [M, D]
+  at::Tensor h;       // x * gamma; undefined if not wanted
+  at::Tensor dgamma;  // [D] in gamma's dtype; undefined if not wanted
+};
 
-namespace cpu {
+// Rotary embedding of the columns of a [M, N] product.
+struct RopeArguments {
+  at::Tensor cos, sin;       // [positions, rotary_dim / 2]
+  OptionalTensor positions;  // [M]; absent: row m has position m % period
+  std::int64_t period = 1, head_dim = 0, columns = 0;
+  bool interleaved = false;
+  std::int64_t rotary_dim() const { return 2 * cos.size(1); }
+};
+
+#define CODA_CALLS                                                                                                                         \
+  at::Tensor gemm(GemmCall const& call);                                                                                                   \
+  LinearResidualResult linear_residual(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,   \
+                                       OptionalTensor const& gamma, double eps);                                                           \
+  /* act(rstd (h w^T) + bias) */                                                                                                           \
+  ActivationResult rstd_act(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias,              \
+                            ActivationKind kind, bool store_preactivation);                                                                \
+  /* act(gate) up with [gate | up] = rstd (h [w_gate; w_up]^T) */                                                                          \
+  ActivationResult rstd_glu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up,             \
+                            ActivationKind kind, bool store_preactivation);                                                                \
+  /* Gradients of the two. The gradient of the value is dy w_down, or dy itself without w_down; `width` is D of the norm. */               \
+  ActivationGradient dglu(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd, \
+                          ActivationKind kind, std::int64_t width, bool want_value);                                                       \
+  ActivationGradient dact(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd, \
+                          OptionalTensor const& bias, ActivationKind kind, std::int64_t width, bool want_value);                           \
+  /* rotate(rstd (h w^T) + bias) */                                                                                                        \
+  at::Tensor rstd_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias,                   \
+                       RopeArguments const& rope);                                                                                         \
+  /* Gradient of it, from those of the heads of q, k and v ([B, T, heads, head_dim] of any strides) and its result y. Rotates back. */     \
+  ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y,                  \
+                                   OptionalTensor const& rstd, OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width); \
+  /* Of dn = dz w: dx = incoming + gamma dn - correction x */                                                                              \
+  NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma,                  \
+                             at::Tensor const& correction, OptionalTensor const& incoming, bool want_h, bool want_dgamma);                 \
+  /* h (undefined without a weight) and rstd */                                                                                            \
+  std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);
+
 CODA_CALLS
-}
-namespace cuda {
-CODA_CALLS
-}
+
+// Plain torch operators, for dtypes and devices without kernels.
 namespace eager {
 CODA_CALLS
 }
 #undef CODA_CALLS
+
+// --- what differs by device ------------------------------------------------------------------------------------------------------------
+namespace cpu {
+std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);
+}
+
+namespace cuda {
+
+// Why tensors like `t` have no kernels here; empty if they have.
+std::string unsupported(at::Tensor const& t);
+// The kernels that are not GEMMs (csrc/reduce). Partials are [tiles, >= m] or [groups, >= n].
+std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);
+at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps);
+at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, OptionalTensor const& rstd, std::int64_t width);
+at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType dtype);
+ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y, OptionalTensor const& rstd,
+                                 OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width);
+void rope_in_place(at::Tensor const& y, RopeArguments const& rope);
+// Whether a kernel rotates in its epilogue.
+bool has_rope_kernel(RopeArguments const& rope, at::ScalarType dtype);
+
+}  // namespace cuda
 
 // --- what ran -----------------------------------------------------------------------------------------------------------------------
 // The back end and the kernels of the last public call in this process, "sm90:key+key", "cpu" or "eager:<reason>".
@@ -63,6 +120,8 @@ void begin_call();                            // at the start of every operator
 void note(char const* backend, std::string const& what);
 void note_eager(std::string const& reason);  // raises under CODA_STRICT=1
 std::string last_call();
+// Launches so far in this process, of kernels and library GEMMs; on the CPU back end what would have been one.
+std::int64_t launch_count();
 
 // Forces the kernel of a program until undone with an empty key; for tests and tuning. Raises for an unknown key, naming near misses.
 void force_kernel(std::string const& program, std::string const& key);

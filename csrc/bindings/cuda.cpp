@@ -1,15 +1,13 @@
 // The CUDA back end: prepares operands, picks a kernel, launches it, and says what it did. Operands that TMA cannot take (base not
-// aligned, rows not a multiple of 16 bytes apart, extents not a multiple of 8) are copied or padded; what has no kernel runs eagerly.
+// aligned, rows not a multiple of 16 bytes apart, extents not a multiple of 8) are copied or padded.
 #include <ATen/ATen.h>
 
 #include <map>
 #include <mutex>
 
-#include "bindings/calls.h"
+#include "bindings/launch.h"
 #include "coda/dispatch.hpp"
 #include "coda/registry.h"
-#include "programs/plain.hpp"
-#include "programs/swiglu.hpp"
 
 #ifdef CODA_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -31,21 +29,21 @@ namespace cuda {
 #ifndef CODA_WITH_CUDA
 namespace {
 char const* const kNoCuda = "this build of coda has no CUDA kernels (see coda.info())";
+[[noreturn]] void no_cuda() { TORCH_CHECK(false, kNoCuda); }
+}  // namespace
+std::string unsupported(at::Tensor const&) { return kNoCuda; }
+// calls.cpp asks `unsupported` first, so nothing below is reached.
+void run(Kinds const&, Launch&) { no_cuda(); }
+std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const&, OptionalTensor const&, double) { no_cuda(); }
+at::Tensor rstd_from_partials(at::Tensor const&, std::int64_t, std::int64_t, double) { no_cuda(); }
+at::Tensor correction_from_partials(at::Tensor const&, std::int64_t, OptionalTensor const&, std::int64_t) { no_cuda(); }
+at::Tensor sum_groups(at::Tensor const&, std::int64_t, at::ScalarType) { no_cuda(); }
+ActivationGradient rope_backward(at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, OptionalTensor const&, OptionalTensor const&,
+                                 RopeArguments const&, std::int64_t) {
+  no_cuda();
 }
-at::Tensor gemm(GemmCall const& call) { return note_eager(kNoCuda), eager::gemm(call); }
-SwigluResult rstd_swiglu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up, bool store) {
-  return note_eager(kNoCuda), eager::rstd_swiglu(h, rstd, w_gate, w_up, store);
-}
-DSwigluResult dswiglu(at::Tensor const& dy, at::Tensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd) {
-  return note_eager(kNoCuda), eager::dswiglu(dy, w_down, preactivation, rstd);
-}
-std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {
-  return note_eager(kNoCuda), eager::row_stats(x, weight, eps);
-}
-std::tuple<at::Tensor, at::Tensor> norm_backward(at::Tensor const& dn, at::Tensor const& x, at::Tensor const& weight, at::Tensor const& rstd,
-                                                 at::Tensor const& row_dot, bool want_dx, bool want_dweight) {
-  return note_eager(kNoCuda), eager::norm_backward(dn, x, weight, rstd, row_dot, want_dx, want_dweight);
-}
+void rope_in_place(at::Tensor const&, RopeArguments const&) { no_cuda(); }
+bool has_rope_kernel(RopeArguments const&, at::ScalarType) { no_cuda(); }
 #else
 namespace {
 
@@ -77,7 +75,8 @@ Device const& current_device() {
 
 char const* dtype_name(at::ScalarType t) { return t == at::kBFloat16 ? "bf16" : t == at::kHalf ? "fp16" : nullptr; }
 
-// Why this device or dtype has no kernel at all; empty if it has.
+}  // namespace
+
 std::string unsupported(at::Tensor const& t) {
   Device const& device = current_device();
   if (device.major != 9)
@@ -86,6 +85,8 @@ std::string unsupported(at::Tensor const& t) {
   if (!dtype_name(t.scalar_type())) return std::string("no CUDA kernels for ") + c10::toString(t.scalar_type());
   return {};
 }
+
+namespace {
 
 // --- operands -----------------------------------------------------------------------------------------------------------------------
 // A matrix as a kernel reads it. `transposed`: contiguous along dimension 0.
@@ -107,27 +108,15 @@ bool readable(at::Tensor const& t, std::int64_t inner) {
   return t.size(outer) == 1 || (t.stride(outer) % kAlignment == 0 && t.stride(outer) >= t.size(inner));
 }
 
-// Row-major copy with the columns padded with zeros to a multiple of 8.
-at::Tensor padded(at::Tensor const& t) {
-  std::int64_t const columns = round_up(std::max<std::int64_t>(t.size(1), 1), kAlignment);
-  if (columns == t.size(1)) return t.clone(at::MemoryFormat::Contiguous).view({t.size(0), columns});
-  at::Tensor copy = at::zeros({t.size(0), columns}, t.options());
-  copy.narrow(1, 0, t.size(1)).copy_(t);
+// A copy with zeros around it, row-major.
+at::Tensor padded(at::Tensor const& t, std::int64_t rows, std::int64_t columns) {
+  at::Tensor copy = t.size(0) == rows && t.size(1) == columns ? at::empty({rows, columns}, t.options()) : at::zeros({rows, columns}, t.options());
+  copy.narrow(0, 0, t.size(0)).narrow(1, 0, t.size(1)).copy_(t);
   return copy;
 }
 
-at::Tensor row_major(at::Tensor const& t) {
-  if (readable(t, 1)) return t;
-  // clone() keeps odd strides of size-1 dimensions; a fresh tensor does not.
-  if (t.size(1) % kAlignment == 0 && t.size(1) != 0) return at::empty({t.size(0), t.size(1)}, t.options()).copy_(t);
-  return padded(t);
-}
-
-Operand operand(at::Tensor const& t) {
-  if (readable(t, 1)) return {t, false};
-  if (readable(t, 0)) return {t, true};
-  return {row_major(t), false};
-}
+at::Tensor row_major(at::Tensor const& t) { return readable(t, 1) ? t : padded(t, t.size(0), t.size(1)); }
+at::Tensor column_major(at::Tensor const& t) { return readable(t, 0) ? t : padded(t.t(), t.size(1), t.size(0)).t(); }
 
 // --- kernels ------------------------------------------------------------------------------------------------------------------------
 KernelInfo const& pick(char const* program, char const* layout, at::ScalarType dtype, GemmArguments const& g) {
@@ -148,164 +137,163 @@ KernelInfo const& pick(char const* program, char const* layout, at::ScalarType d
   return *kernel;
 }
 
-void launch(KernelInfo const& kernel, GemmArguments& g) {
+// The operand layout to use: the one that the operands have, if the program has kernels for it, else any it has.
+std::string choose_layout(char const* program, char const* dtype, bool a_transposed, bool b_transposed) {
+  std::string const wanted = a_transposed && b_transposed ? "nt" : b_transposed ? "nn" : "tn";
+  KernelTable const table = kernel_table();
+  std::string any;
+  for (int i = 0; i < table.count; ++i) {
+    KernelInfo const& k = *table.kernels[i];
+    if (std::strcmp(k.program, program) || std::strcmp(k.dtype, dtype)) continue;
+    if (wanted == k.layout) return wanted;
+    if (any.empty()) any = k.layout;
+  }
+  TORCH_CHECK(!any.empty(), "no kernel of program ", program, " was built for ", dtype);
+  return any;
+}
+
+bool wide(at::Tensor const& t) { return t.scalar_type() == at::kFloat; }
+
+reduce::DType reduce_type(at::ScalarType t) {
+  return t == at::kBFloat16 ? reduce::DType::kBf16 : t == at::kHalf ? reduce::DType::kFp16 : reduce::DType::kFp32;
+}
+
+// A call without a product.
+void run_pointwise(Kinds const& kinds, Launch& call) {
+  GemmArguments g;
+  std::vector<at::Tensor> alive;
+  cpu::bind_resources(kinds, call, call.a, call.a.options().dtype(at::kFloat), g, alive);
+  if (g.m == 0 || g.n == 0) return;
+  at::Tensor const a = call.a.stride(1) == 1 ? call.a : call.a.contiguous();
+  g.a.data = a.data_ptr(), g.a.ld = a.stride(0);
+  g.stream = current_stream();
+  check(reduce::pointwise(call.program, reduce_type(call.a.scalar_type()), g), call.program);
+  note("sm90", call.program);
+}
+
+// A vector of one value a column, padded to n8 columns (in each half).
+at::Tensor row_vector(at::Tensor const& t, std::int64_t n, std::int64_t n8, bool halves) {
+  if (n == n8) return t.contiguous();
+  return halves ? padded(t.view({2, n}), 2, n8).flatten() : at::constant_pad_nd(t, {0, n8 - n}).contiguous();
+}
+
+}  // namespace
+
+void run(Kinds const& kinds, Launch& call) {
+  if (!call.b.defined()) return run_pointwise(kinds, call);
+  bool const halves = kinds.pairing == Pairing::kHalves;
+  std::int64_t const m = call.a.size(0), k = call.a.size(1), n = call.b.size(0);
+  std::int64_t const k8 = round_up(std::max<std::int64_t>(k, 1), kAlignment), n8 = round_up(n, kAlignment);
+  auto const statistics = call.a.options().dtype(at::kFloat);
+  if (m == 0 || n == 0) {
+    for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
+      if (kinds.sinks[i] == Kind::kRowPartial) call.sinks[i] = at::zeros({1, m}, statistics);
+      if (kinds.sinks[i] == Kind::kColPartial && call.sinks[i].defined()) call.sinks[i] = at::zeros({1, n}, statistics);
+    }
+    return;
+  }
+  char const* dtype = dtype_name(call.a.scalar_type());
+  std::vector<at::Tensor> alive;  // copies that the kernel reads
+  auto const keep = [&](at::Tensor const& t) { return alive.push_back(t), t; };
+
+  GemmArguments g;
+  g.m = m, g.n = n8 * (halves ? 2 : 1), g.k = k8;
+  at::Tensor a = k8 == k ? call.a : padded(call.a, m, k8), b = k8 == k && n8 == n ? call.b : padded(call.b, n8, k8);
+  bool const a_transposed = !readable(a, 1) && readable(a, 0), b_transposed = !halves && !readable(b, 1) && readable(b, 0);
+  std::string const layout = choose_layout(call.program, dtype, a_transposed, b_transposed);
+  a = keep(layout == "nt" ? column_major(a) : row_major(a));
+  g.a = Operand{a, layout == "nt"}.resource();
+  if (halves) {
+    at::Tensor second = k8 == k && n8 == n ? call.b_second : padded(call.b_second, n8, k8);
+    b = row_major(b), second = row_major(second);
+    std::int64_t const bytes = static_cast<char const*>(second.data_ptr()) - static_cast<char const*>(b.data_ptr()), size = b.element_size();
+    bool const in_place = n8 != 1 && b.stride(0) == second.stride(0) && bytes > 0 && bytes % kBaseAlignment == 0 && bytes / size < kMaxPairStride;
+    if (!in_place) {
+      // The kernel reaches the second half by a positive stride from the first, so these two are laid behind each other.
+      at::Tensor const both = at::cat({b, second}, 0);
+      b = both.narrow(0, 0, n8), second = both.narrow(0, n8, n8);
+    }
+    g.b = Operand{keep(b), false}.resource();
+    g.b.pair_stride = (static_cast<char const*>(keep(second).data_ptr()) - static_cast<char const*>(b.data_ptr())) / size;
+  } else {
+    b = keep(layout == "tn" ? row_major(b) : column_major(b));
+    g.b = Operand{b, layout != "tn"}.resource();
+  }
+
+  g.rotation = call.rotation;
+  if (call.positions.defined()) {
+    g.rotation.positions = keep(call.positions.contiguous()).data_ptr();
+    g.rotation.positions64 = call.positions.scalar_type() == at::kLong;
+  }
+  for (std::size_t i = 0; i < kinds.loads.size(); ++i) {
+    Resource& r = g.loads[i];
+    at::Tensor t = call.loads[i].tensor;
+    r.value = call.loads[i].value;
+    if (!t.defined()) continue;
+    switch (kinds.loads[i]) {
+      case Kind::kTile:
+        t = keep(n8 == n ? row_major(t) : padded(t, m, n8));
+        r = Operand{t, false}.resource();
+        break;
+      case Kind::kRowVector:
+        r.data = keep(row_vector(t, n, n8, halves)).data_ptr();
+        r.fp32 = wide(t);
+        r.pair_stride = n8;
+        break;
+      case Kind::kTable:
+        // Two neighbouring fp32 values are read at once.
+        if (t.stride(1) != 1 || t.stride(0) % 2 != 0 || reinterpret_cast<std::uintptr_t>(t.data_ptr()) % 8 != 0) t = t.clone(at::MemoryFormat::Contiguous);
+        r.data = keep(t).data_ptr();
+        r.ld = t.stride(0);
+        r.fp32 = wide(t);
+        break;
+      default: r.data = keep(t.contiguous()).data_ptr();
+    }
+  }
+
+  std::vector<std::pair<at::Tensor, at::Tensor>> copy_back;  // what the kernel writes, where it belongs
+  for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
+    at::Tensor const& t = call.sinks[i];
+    if (!t.defined() || (kinds.sinks[i] != Kind::kTile && kinds.sinks[i] != Kind::kHalfTile)) continue;
+    int const parts = halves && kinds.sinks[i] == Kind::kTile ? 2 : 1;
+    at::Tensor out = t;
+    if (n8 != n || !readable(t, 1)) {
+      out = at::empty({m, parts * n8}, t.options());
+      for (int part = 0; part < parts; ++part) copy_back.emplace_back(out.narrow(1, part * n8, n), t.narrow(1, part * n, n));
+    }
+    g.sinks[i] = Operand{keep(out), false}.resource();
+    g.sinks[i].pair_stride = n8;
+  }
+
+  KernelInfo const& kernel = pick(call.program, layout.c_str(), call.a.scalar_type(), g);
+  for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
+    bool const rows = kinds.sinks[i] == Kind::kRowPartial;
+    if (!call.sinks[i].defined() || (!rows && kinds.sinks[i] != Kind::kColPartial)) continue;
+    std::int64_t const lines = rows ? ceil_div(g.n, kernel.tile_n) : ceil_div(m, kernel.tile_m) * (kernel.tile_m / kernel.partial_rows);
+    call.sinks[i] = at::empty({lines, rows ? m : n8}, statistics);
+    g.sinks[i] = {call.sinks[i].data_ptr(), call.sinks[i].size(1), 0, 0};
+  }
   g.stream = current_stream();
   g.sm_count = current_device().sm_count;
   g.swizzle = forced_swizzle;
   g.raster = forced_raster;
   check(kernel.launch(g), kernel.key);
   note("sm90", kernel.key);
+  for (auto const& [from, to] : copy_back) to.copy_(from);
 }
 
-Resource matrix(at::Tensor const& t) { return Operand{t, false}.resource(); }
-Resource vector(at::Tensor const* t) { return {t ? t->data_ptr() : nullptr, 0, 0, 0}; }
-Resource scalar(double value) { return {nullptr, 0, 0, value}; }
-
-at::Tensor columns(at::Tensor const& t, std::int64_t n) { return t.size(1) == n ? t : t.narrow(1, 0, n).contiguous(); }
-
-}  // namespace
-
-at::Tensor gemm(GemmCall const& call) {
-  bool const has_source = get(call.source), has_bias = get(call.bias);
-  std::int64_t const m = call.a.size(0), n = call.b.size(1), k = call.a.size(1);
-  bool const forced = !forced_kernel(has_source ? "plain_residual" : "plain").empty();
-  if (std::string const why = unsupported(call.a); !why.empty()) return note_eager(why), eager::gemm(call);
-  if (m == 0 || n == 0) return at::empty({m, n}, call.a.options());
-  // Nothing in the epilogue: the library, which measured about as fast in every layout (bench/results/programs.json) and takes any operand.
-  // A residual it would copy into the output first, a pass that our epilogue does not need.
-  if (!forced && !has_bias && !has_source && call.alpha == 1) {
-    note("sm90", "library");
-    return at::mm(call.a, call.b);
-  }
-  Operand a = operand(call.a), b = operand(call.b.t());  // b as [N, K]
-  if (a.transposed && !b.transposed) a = {row_major(call.a), false};
-  std::string const layout = a.transposed ? "nt" : b.transposed ? "nn" : "tn";
-  // Padding along K must agree; along N it shows in the output.
-  std::int64_t const k8 = round_up(std::max<std::int64_t>(k, 1), kAlignment);
-  if (!a.transposed && a.tensor.size(1) != k8) a.tensor = padded(call.a);
-  if (!b.transposed && b.tensor.size(1) != k8) b.tensor = padded(call.b.t());
-  if (layout == "nn" && a.tensor.size(1) != b.tensor.size(1)) b = {padded(call.b.t()), false};
-  std::int64_t const n8 = round_up(n, kAlignment);
-
-  GemmArguments g;
-  at::Tensor out = at::empty({m, n8}, call.a.options());
-  at::Tensor const bias = has_bias ? at::constant_pad_nd(*get(call.bias), {0, n8 - n}).contiguous() : at::Tensor();
-  at::Tensor source;
-  g.m = m, g.n = n8, g.k = a.transposed ? k : k8;
-  g.a = a.resource();
-  g.b = b.resource();
-  if (!b.transposed && n8 != n) {  // rows of B beyond n: their products go to columns that are cut off, but must exist
-    b.tensor = at::constant_pad_nd(b.tensor, {0, 0, 0, n8 - n}).contiguous();
-    g.b = b.resource();
-  }
-  g.loads[Plain::kAlpha] = scalar(call.alpha);
-  g.loads[Plain::kBias] = vector(has_bias ? &bias : nullptr);
-  g.sinks[0] = matrix(out);
-  if (has_source) {
-    source = row_major(*get(call.source));
-    g.loads[PlainResidual::kBeta] = scalar(call.beta);
-    g.loads[PlainResidual::kSource] = matrix(source);
-  }
-  char const* program = has_source ? "plain_residual" : "plain";
-  launch(pick(program, b.transposed && !a.transposed ? "nn" : a.transposed ? "nt" : "tn", call.a.scalar_type(), g), g);
-  return columns(out, n);
+bool has_rope_kernel(RopeArguments const& rope, at::ScalarType dtype) {
+  if (rope.interleaved) return true;
+  KernelTable const table = kernel_table();
+  for (int i = 0; i < table.count; ++i)
+    if (!std::strcmp(table.kernels[i]->program, "rstd_rope") && table.kernels[i]->head_halves == rope.rotary_dim() &&
+        !std::strcmp(table.kernels[i]->dtype, dtype_name(dtype)))
+      return true;
+  return false;
 }
 
-SwigluResult rstd_swiglu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up, bool store) {
-  if (std::string const why = unsupported(h); !why.empty()) return note_eager(why), eager::rstd_swiglu(h, rstd, w_gate, w_up, store);
-  std::int64_t const m = h.size(0), f = w_gate.size(0), f8 = round_up(f, kAlignment);
-  SwigluResult result{at::empty({m, f8}, h.options()), at::empty(store ? at::IntArrayRef({m, 2 * f8}) : at::IntArrayRef({0}), h.options())};
-  if (m == 0 || f == 0) return result;
-
-  at::Tensor const a = row_major(h);
-  at::Tensor gate = row_major(w_gate), up = row_major(w_up);
-  std::int64_t const size = gate.element_size();
-  std::int64_t const distance = static_cast<char const*>(up.data_ptr()) - static_cast<char const*>(gate.data_ptr());
-  bool const in_place = f == f8 && gate.stride(0) == up.stride(0) && distance > 0 && distance % kBaseAlignment == 0 && distance / size < kMaxPairStride;
-  std::int64_t pair_stride = distance / size;
-  at::Tensor both;
-  if (!in_place) {
-    // The kernel reaches `up` by a positive stride from `gate`, so these two are laid behind each other.
-    both = at::zeros({2 * f8, gate.size(1)}, h.options());
-    both.narrow(0, 0, f).copy_(gate);
-    both.narrow(0, f8, f).copy_(up);
-    gate = both.narrow(0, 0, f8);
-    pair_stride = f8 * both.stride(0);
-  }
-  at::Tensor const scale = get(rstd) ? get(rstd)->contiguous() : at::Tensor();
-  GemmArguments g;
-  g.m = m, g.n = 2 * f8, g.k = a.size(1);
-  g.a = matrix(a);
-  g.b = matrix(gate);
-  g.b.pair_stride = pair_stride;
-  g.loads[0] = vector(get(rstd) ? &scale : nullptr);
-  Resource const product = matrix(result.product);
-  if (store) {
-    g.sinks[0] = matrix(result.preactivation);
-    g.sinks[0].pair_stride = f8;
-    g.sinks[1] = product;
-  } else {
-    g.sinks[0] = product;
-  }
-  launch(pick(store ? "rstd_swiglu_preactivation" : "rstd_swiglu", "tn", h.scalar_type(), g), g);
-  if (f8 != f) {
-    result.product = columns(result.product, f);
-    if (store) result.preactivation = at::cat({result.preactivation.narrow(1, 0, f), result.preactivation.narrow(1, f8, f)}, 1);
-  }
-  return result;
-}
-
-DSwigluResult dswiglu(at::Tensor const& dy, at::Tensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd) {
-  if (std::string const why = unsupported(dy); !why.empty()) return note_eager(why), eager::dswiglu(dy, w_down, preactivation, rstd);
-  std::int64_t const m = dy.size(0), f = w_down.size(1), f8 = round_up(f, kAlignment);
-  auto const statistics = dy.options().dtype(at::kFloat);
-  DSwigluResult result{at::empty({m, 2 * f8}, dy.options()), at::empty({m, f8}, dy.options()), at::empty({m}, statistics)};
-  if (m == 0 || f == 0) return result.row_dot.zero_(), result;
-
-  at::Tensor a = row_major(dy), b = row_major(w_down), z = row_major(preactivation);
-  if (a.size(1) != b.size(0)) b = at::constant_pad_nd(b, {0, 0, 0, a.size(1) - b.size(0)}).contiguous();
-  if (f8 != f) z = at::cat({at::constant_pad_nd(preactivation.narrow(1, 0, f), {0, f8 - f}), at::constant_pad_nd(preactivation.narrow(1, f, f), {0, f8 - f})}, 1);
-  at::Tensor const scale = get(rstd) ? get(rstd)->contiguous() : at::Tensor();
-  auto const half = [&](at::Tensor const& t, int which) {
-    Resource r = matrix(t);
-    r.data = static_cast<char*>(r.data) + which * f8 * t.element_size();
-    return r;
-  };
-  GemmArguments g;
-  g.m = m, g.n = f8, g.k = a.size(1);
-  g.a = matrix(a);
-  g.b = matrix(b);
-  g.loads[DSwiglu::kGate] = half(z, 0);
-  g.loads[DSwiglu::kUp] = half(z, 1);
-  g.loads[DSwiglu::kRstd] = vector(get(rstd) ? &scale : nullptr);
-  g.sinks[DSwiglu::kDgate] = half(result.dz, 0);
-  g.sinks[DSwiglu::kDup] = half(result.dz, 1);
-  g.sinks[DSwiglu::kProduct] = matrix(result.product);
-  KernelInfo const& kernel = pick("dswiglu", "nn", dy.scalar_type(), g);
-  std::int64_t const tiles = ceil_div(f8, kernel.tile_n), ld = round_up(m, kernel.tile_m);
-  at::Tensor const partials = at::empty({tiles, ld}, statistics);
-  g.sinks[DSwiglu::kRowDot] = matrix(partials);
-  launch(kernel, g);
-  check(reduce::sum_row_partials(partials.const_data_ptr<float>(), ld, tiles, m, result.row_dot.data_ptr<float>(), g.stream), "sum_row_partials");
-  if (f8 != f) {
-    result.product = columns(result.product, f);
-    result.dz = at::cat({result.dz.narrow(1, 0, f), result.dz.narrow(1, f8, f)}, 1);
-  }
-  return result;
-}
-
-namespace {
-
-reduce::DType reduce_type(at::ScalarType t) {
-  return t == at::kBFloat16 ? reduce::DType::kBf16 : t == at::kHalf ? reduce::DType::kFp16 : reduce::DType::kFp32;
-}
-
-bool reducible(at::Tensor const& x) { return dtype_name(x.scalar_type()) != nullptr; }
-
-}  // namespace
-
+// --- row kernels ----------------------------------------------------------------------------------------------------------------------
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x_, OptionalTensor const& weight, double eps) {
-  if (!reducible(x_)) return note_eager(unsupported(x_)), eager::row_stats(x_, weight, eps);
   at::Tensor const x = x_.stride(1) == 1 ? x_ : x_.contiguous();
   at::Tensor h, gamma, rstd = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
   reduce::RowStats args{};
@@ -329,33 +317,103 @@ std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x_, OptionalTenso
   return {h, rstd};
 }
 
-std::tuple<at::Tensor, at::Tensor> norm_backward(at::Tensor const& dn_, at::Tensor const& x_, at::Tensor const& weight, at::Tensor const& rstd,
-                                                 at::Tensor const& row_dot, bool want_dx, bool want_dweight) {
-  if (!reducible(x_)) return note_eager(unsupported(x_)), eager::norm_backward(dn_, x_, weight, rstd, row_dot, want_dx, want_dweight);
-  at::Tensor const dn = dn_.contiguous(), x = x_.stride(1) == 1 ? x_ : x_.contiguous(), gamma = weight.contiguous();
-  at::Tensor const dx = want_dx ? at::empty({x.size(0), x.size(1)}, x.options()) : at::Tensor();
-  at::Tensor const dgamma = want_dweight ? at::zeros({x.size(1)}, gamma.options()) : at::Tensor();
-  if (x.numel() == 0) return {dx, dgamma};
-  reduce::NormBackward args{};
-  args.dtype = reduce_type(x.scalar_type());
-  args.weight_dtype = reduce_type(gamma.scalar_type());
-  args.m = x.size(0), args.d = x.size(1);
-  args.dn = dn.data_ptr();
-  args.x = x.data_ptr();
-  args.x_ld = x.stride(0);
-  args.gamma = gamma.data_ptr();
-  args.rstd = rstd.data_ptr<float>();
-  args.row_dot = row_dot.data_ptr<float>();
-  args.dx = want_dx ? dx.data_ptr() : nullptr;
-  at::Tensor partials;
-  if (want_dweight) {
-    partials = at::empty({reduce::norm_backward_chunks(args.m, args.d), args.d}, rstd.options());
-    args.partials = partials.data_ptr<float>();
-    args.dgamma = dgamma.data_ptr();
+at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps) {
+  at::Tensor const out = at::empty({m}, partials.options());
+  if (m == 0) return out;
+  check(reduce::finish_rows({reduce::RowFinish::kRstd, partials.const_data_ptr<float>(), partials.stride(0), partials.size(0), m, nullptr, float(width),
+                             float(eps), out.data_ptr<float>()},
+                            current_stream()),
+        "finish_rows");
+  note("sm90", "rstd_from_partials");
+  return out;
+}
+
+at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, OptionalTensor const& rstd_, std::int64_t width) {
+  at::Tensor const out = at::empty({m}, partials.options()), rstd = get(rstd_) ? get(rstd_)->contiguous() : at::Tensor();
+  if (m == 0) return out;
+  check(reduce::finish_rows({reduce::RowFinish::kCorrection, partials.const_data_ptr<float>(), partials.stride(0), partials.size(0), m,
+                             rstd.defined() ? rstd.const_data_ptr<float>() : nullptr, float(width), 0, out.data_ptr<float>()},
+                            current_stream()),
+        "finish_rows");
+  note("sm90", "correction_from_partials");
+  return out;
+}
+
+at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType dtype) {
+  at::Tensor const out = at::empty({n}, partials.options().dtype(dtype));
+  if (n == 0) return out;
+  check(reduce::sum_groups(partials.const_data_ptr<float>(), partials.stride(0), partials.size(0), n, reduce_type(dtype), out.data_ptr(), current_stream()),
+        "sum_groups");
+  note("sm90", "sum_groups");
+  return out;
+}
+
+namespace {
+
+reduce::Rope rope_arguments(at::Tensor const& y, RopeArguments const& rope, std::vector<at::Tensor>& alive) {
+  auto const keep = [&](at::Tensor const& t) { return alive.push_back(t), t; };
+  auto const table = [&](at::Tensor const& t) { return keep(t.stride(1) == 1 || t.size(1) <= 1 ? t : t.contiguous()); };
+  at::Tensor const cos = table(rope.cos), sin = table(rope.sin);
+  reduce::Rope r{};
+  r.dtype = reduce_type(y.scalar_type());
+  r.m = y.size(0), r.n = y.size(1);
+  r.y = y.data_ptr(), r.y_ld = y.stride(0);
+  r.cos = cos.data_ptr(), r.cos_ld = cos.stride(0), r.sin = sin.data_ptr(), r.sin_ld = sin.stride(0);
+  r.wide_tables = wide(cos);
+  r.interleaved = rope.interleaved;
+  r.rotation.head_dim = rope.head_dim;
+  r.rotation.rotary_dim = rope.rotary_dim();
+  r.rotation.columns = rope.rotary_dim() == 0 ? 0 : rope.columns;
+  r.rotation.period = rope.period;
+  if (get(rope.positions)) {
+    r.rotation.positions = keep(get(rope.positions)->contiguous()).data_ptr();
+    r.rotation.positions64 = get(rope.positions)->scalar_type() == at::kLong;
   }
-  check(reduce::norm_backward(args, current_stream()), "norm_backward");
-  note("sm90", "norm_backward");
-  return {dx, dgamma};
+  return r;
+}
+
+}  // namespace
+
+ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y_, OptionalTensor const& rstd_,
+                                 OptionalTensor const& bias_, RopeArguments const& rope, std::int64_t width) {
+  at::Tensor const y = y_.stride(1) == 1 ? y_ : y_.contiguous(), rstd = get(rstd_) ? get(rstd_)->contiguous() : at::Tensor();
+  at::Tensor const bias = get(bias_) ? get(bias_)->contiguous() : at::Tensor();
+  std::vector<at::Tensor> alive;
+  ActivationGradient result{at::empty({y.size(0), y.size(1)}, y.options()), {}, at::empty({y.size(0)}, y.options().dtype(at::kFloat)), {}};
+  if (y.numel() == 0) return result.correction.zero_(), result;
+  reduce::Rope r = rope_arguments(y, rope, alive);
+  at::Tensor const* gradients[] = {&dq, &dk, &dv};
+  for (int i = 0; i < 3; ++i) {
+    at::Tensor const& t = *gradients[i];
+    alive.push_back(t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous());
+    at::Tensor const& c = alive.back();
+    r.gradients[i] = {c.data_ptr(), c.stride(0), c.stride(1), c.stride(2), t.size(2) * t.size(3)};
+  }
+  r.sequence = dq.size(1);
+  r.out = result.dz.data_ptr(), r.out_ld = result.dz.stride(0);
+  r.rstd = rstd.defined() ? rstd.const_data_ptr<float>() : nullptr;
+  r.bias = bias.defined() ? bias.data_ptr() : nullptr;
+  r.wide_bias = bias.defined() && wide(bias);
+  r.width = float(width);
+  r.correction = result.correction.data_ptr<float>();
+  check(reduce::rope_backward(r, current_stream()), "rope_backward");
+  note("sm90", "rope_backward");
+  // dz is rstd times the gradient of the rotated product, whose column sums are the bias's gradient.
+  if (bias.defined()) {
+    at::Tensor const unscaled = rstd.defined() ? result.dz.to(at::kFloat).div_(rstd.unsqueeze(1)) : result.dz.to(at::kFloat);
+    result.dbias = unscaled.sum(at::IntArrayRef{0}).to(bias.scalar_type());
+    note("sm90", "bias_gradient");
+  }
+  return result;
+}
+
+void rope_in_place(at::Tensor const& y, RopeArguments const& rope) {
+  if (y.numel() == 0 || rope.rotary_dim() == 0 || rope.columns == 0) return;
+  std::vector<at::Tensor> alive;
+  reduce::Rope r = rope_arguments(y, rope, alive);
+  r.out = y.data_ptr(), r.out_ld = y.stride(0);
+  check(reduce::rope_in_place(r, current_stream()), "rope");
+  note("sm90", "rope");
 }
 #endif
 

@@ -1,4 +1,4 @@
-// Plain torch operators, for dtypes and devices that have no kernel. Reductions and the activation run in the statistics type.
+// Plain torch operators, for dtypes and devices that have no kernel. Products are the library's; all else runs in the statistics type.
 #include <ATen/ATen.h>
 
 #include "bindings/calls.h"
@@ -7,6 +7,50 @@ namespace coda::bindings::eager {
 namespace {
 
 at::Tensor scaled(at::Tensor const& t, OptionalTensor const& rstd) { return get(rstd) ? t * get(rstd)->unsqueeze(1) : t; }
+at::Tensor biased(at::Tensor const& t, OptionalTensor const& bias) { return get(bias) ? t + *get(bias) : t; }
+at::Tensor product(at::Tensor const& a, at::Tensor const& b) { return at::mm(a, b).to(statistics_type(a)); }
+
+struct Activated {
+  at::Tensor value, slope;
+};
+
+Activated activated(at::Tensor const& x, ActivationKind kind) {
+  switch (kind) {
+    case ActivationKind::kIdentity: return {x, at::ones_like(x)};
+    case ActivationKind::kRelu: return {at::relu(x), x.gt(0).to(x.scalar_type())};
+    case ActivationKind::kReluSquared: return {at::relu(x).square(), 2 * at::relu(x)};
+    case ActivationKind::kSilu: {
+      at::Tensor const s = at::sigmoid(x);
+      return {x * s, s + x * s * (1 - s)};
+    }
+    default: {
+      char const* how = kind == ActivationKind::kGeluTanh ? "tanh" : "none";
+      return {at::gelu(x, how), at::gelu_backward(at::ones_like(x), x, how)};
+    }
+  }
+}
+
+at::Tensor correction(at::Tensor const& row_dot, OptionalTensor const& rstd, std::int64_t width) {
+  at::Tensor const mean = row_dot / double(width);
+  return get(rstd) ? mean * get(rstd)->square() : mean;
+}
+
+// The columns of y [M, N] turned by the angles of their rows (direction 1) or back (-1).
+at::Tensor turned(at::Tensor const& y, RopeArguments const& rope, double direction) {
+  std::int64_t const m = y.size(0), turn = rope.rotary_dim(), heads = rope.head_dim > 0 ? rope.columns / rope.head_dim : 0;
+  if (turn == 0 || heads == 0) return y;
+  at::Tensor const rows = get(rope.positions) ? get(rope.positions)->to(at::kLong) : at::arange(m, y.options().dtype(at::kLong)).remainder(rope.period);
+  at::Tensor const cos = rope.cos.index_select(0, rows).to(y.scalar_type()).unsqueeze(1);
+  at::Tensor const sin = rope.sin.index_select(0, rows).to(y.scalar_type()).unsqueeze(1) * direction;
+  at::Tensor out = y.clone();
+  at::Tensor const part = out.narrow(1, 0, heads * rope.head_dim).view({m, heads, rope.head_dim}).narrow(2, 0, turn);
+  at::Tensor const a = rope.interleaved ? part.slice(2, 0, turn, 2) : part.narrow(2, 0, turn / 2);
+  at::Tensor const b = rope.interleaved ? part.slice(2, 1, turn, 2) : part.narrow(2, turn / 2, turn / 2);
+  at::Tensor const new_a = a * cos - b * sin, new_b = a * sin + b * cos;
+  a.copy_(new_a);
+  b.copy_(new_b);
+  return out;
+}
 
 }  // namespace
 
@@ -18,31 +62,78 @@ at::Tensor gemm(GemmCall const& call) {
   return out;
 }
 
-SwigluResult rstd_swiglu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up, bool store) {
-  auto const dtype = h.scalar_type(), wide = statistics_type(h);
-  at::Tensor const gate = scaled(at::mm(h, w_gate.t()).to(wide), rstd), up = scaled(at::mm(h, w_up.t()).to(wide), rstd);
-  return {(at::silu(gate) * up).to(dtype), store ? at::cat({gate, up}, 1).to(dtype) : at::empty({0}, h.options())};
+LinearResidualResult linear_residual(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,
+                                     OptionalTensor const& gamma, double eps) {
+  at::Tensor const out = (biased(product(a, w.t()), bias) + residual).to(a.scalar_type());
+  auto [h, rstd] = row_stats(out, gamma, eps);
+  return {out, h, rstd};
 }
 
-DSwigluResult dswiglu(at::Tensor const& dy, at::Tensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd) {
+ActivationResult rstd_act(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias, ActivationKind kind,
+                          bool store) {
+  at::Tensor const z = biased(scaled(product(h, w.t()), rstd), bias);
+  return {activated(z, kind).value.to(h.scalar_type()), store && kind != ActivationKind::kIdentity ? z.to(h.scalar_type()) : at::Tensor()};
+}
+
+ActivationResult rstd_glu(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w_gate, at::Tensor const& w_up, ActivationKind kind,
+                          bool store) {
+  at::Tensor const gate = scaled(product(h, w_gate.t()), rstd), up = scaled(product(h, w_up.t()), rstd);
+  return {(activated(gate, kind).value * up).to(h.scalar_type()), store ? at::cat({gate, up}, 1).to(h.scalar_type()) : at::Tensor()};
+}
+
+ActivationGradient dglu(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd,
+                        ActivationKind kind, std::int64_t width, bool want_value) {
   auto const dtype = dy.scalar_type(), wide = statistics_type(dy);
-  std::int64_t const f = w_down.size(1);
-  at::Tensor const acc = at::mm(dy, w_down).to(wide), gate = preactivation.narrow(1, 0, f).to(wide), up = preactivation.narrow(1, f, f).to(wide);
-  at::Tensor const s = at::sigmoid(gate), silu = gate * s, dgate = acc * up * (s + silu * (1 - s)), dup = acc * silu;
-  return {scaled(at::cat({dgate, dup}, 1), rstd).to(dtype), (silu * up).to(dtype), (dgate * gate + dup * up).sum(1)};
+  std::int64_t const f = preactivation.size(1) / 2;
+  at::Tensor const acc = get(w_down) ? product(dy, *get(w_down)) : dy.to(wide);
+  at::Tensor const gate = preactivation.narrow(1, 0, f).to(wide), up = preactivation.narrow(1, f, f).to(wide);
+  auto const act = activated(gate, kind);
+  at::Tensor const dgate = acc * up * act.slope, dup = acc * act.value;
+  return {scaled(at::cat({dgate, dup}, 1), rstd).to(dtype), want_value ? (act.value * up).to(dtype) : at::Tensor(),
+          correction((dgate * gate + dup * up).sum(at::IntArrayRef{1}), rstd, width), {}};
+}
+
+ActivationGradient dact(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, OptionalTensor const& rstd,
+                        OptionalTensor const& bias, ActivationKind kind, std::int64_t width, bool want_value) {
+  auto const dtype = dy.scalar_type(), wide = statistics_type(dy);
+  at::Tensor const acc = get(w_down) ? product(dy, *get(w_down)) : dy.to(wide), z = preactivation.to(wide);
+  auto const act = activated(z, kind);
+  at::Tensor const dz = acc * act.slope, unbiased = get(bias) ? z - *get(bias) : z;
+  return {scaled(dz, rstd).to(dtype), want_value ? act.value.to(dtype) : at::Tensor(), correction((dz * unbiased).sum(at::IntArrayRef{1}), rstd, width),
+          get(bias) ? dz.sum(at::IntArrayRef{0}).to(get(bias)->scalar_type()) : at::Tensor()};
+}
+
+// Without w: rotates h itself.
+at::Tensor rstd_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias, RopeArguments const& rope) {
+  at::Tensor const y = biased(scaled(w.defined() ? product(h, w.t()) : h.to(statistics_type(h)), rstd), bias);
+  return turned(y, rope, 1).to(h.scalar_type());
+}
+
+ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y, OptionalTensor const& rstd,
+                                 OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width) {
+  std::int64_t const m = y.size(0);
+  auto const wide = statistics_type(y);
+  auto const rows = [&](at::Tensor const& t) { return t.to(wide).reshape({m, t.size(2) * t.size(3)}); };
+  at::Tensor const dy = at::cat({rows(dq), rows(dk), rows(dv)}, 1), dz = turned(dy, rope, -1);
+  at::Tensor row_dot = (dy * y.to(wide)).sum(at::IntArrayRef{1});
+  if (get(bias)) row_dot = row_dot - at::mv(dz, get(bias)->to(wide));
+  return {scaled(dz, rstd).to(y.scalar_type()), {}, correction(row_dot, rstd, width),
+          get(bias) ? dz.sum(at::IntArrayRef{0}).to(get(bias)->scalar_type()) : at::Tensor()};
+}
+
+NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma, at::Tensor const& correction,
+                           OptionalTensor const& incoming, bool want_h, bool want_dgamma) {
+  auto const dtype = x.scalar_type(), wide_type = statistics_type(x);
+  at::Tensor const dn = product(dz, w), wide = x.to(wide_type);
+  at::Tensor dx = (get(gamma) ? dn * *get(gamma) : dn) - wide * correction.unsqueeze(1);
+  if (get(incoming)) dx = dx + *get(incoming);
+  return {dx.to(dtype), !want_h ? at::Tensor() : get(gamma) ? (wide * *get(gamma)).to(dtype) : x,
+          want_dgamma ? (dn * wide).sum(at::IntArrayRef{0}).to(get(gamma)->scalar_type()) : at::Tensor()};
 }
 
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {
   at::Tensor const wide = x.to(statistics_type(x)), rstd = at::rsqrt(wide.square().mean(1) + eps);
   return {get(weight) ? (wide * *get(weight)).to(x.scalar_type()) : at::Tensor(), rstd};
-}
-
-std::tuple<at::Tensor, at::Tensor> norm_backward(at::Tensor const& dn, at::Tensor const& x, at::Tensor const& weight, at::Tensor const& rstd,
-                                                 at::Tensor const& row_dot, bool want_dx, bool want_dweight) {
-  auto const type = statistics_type(x);
-  at::Tensor const n = dn.to(type), wide = x.to(type), correction = rstd.square() * (row_dot / double(x.size(1)));
-  return {want_dx ? (n * weight - wide * correction.unsqueeze(1)).to(x.scalar_type()) : at::Tensor(),
-          want_dweight ? (n * wide).sum(0).to(weight.scalar_type()) : at::Tensor()};
 }
 
 }  // namespace coda::bindings::eager

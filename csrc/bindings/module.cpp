@@ -31,6 +31,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("kernels", &kernels, "The compiled kernels, one dict each.");
   m.def("build_info", [] { return std::string(CODA_BUILD_INFO); }, "How this extension was built, as JSON.");
   m.def("last_call", &coda::bindings::last_call);
+  m.def("launch_count", &coda::bindings::launch_count);
   m.def("force_kernel", &coda::bindings::force_kernel, py::arg("program"), py::arg("key"));
   m.def("force_schedule", &coda::bindings::force_schedule, py::arg("swizzle"), py::arg("raster"));
 }

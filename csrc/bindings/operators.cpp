@@ -4,6 +4,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <map>
+#include <string>
+
 #include "bindings/calls.h"
 #include "bindings/checks.h"
 
@@ -91,49 +95,214 @@ void check_rstd(OptionalTensor const& rstd, Tensor const& x, char const* x_name)
   check_shape("rstd", *get(rstd), {x.size(0)}, "one value a row");
 }
 
-std::tuple<Tensor, Tensor> rstd_swiglu_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& w_gate_up, OptionalTensor const& w_up,
-                                          bool store_preactivation) {
+ActivationKind activation_kind(std::string const& name) {
+  static std::map<std::string, ActivationKind> const kinds = {
+      {"identity", ActivationKind::kIdentity}, {"relu", ActivationKind::kRelu}, {"relu2", ActivationKind::kReluSquared},
+      {"silu", ActivationKind::kSilu},         {"gelu", ActivationKind::kGelu}, {"gelu_tanh", ActivationKind::kGeluTanh}};
+  auto const it = kinds.find(name);
+  TORCH_CHECK_VALUE(it != kinds.end(), "activation is '", name, "', expected identity, relu, relu2, silu, gelu or gelu_tanh");
+  return it->second;
+}
+
+ActivationKind gate_kind(std::string const& name) {
+  ActivationKind const kind = activation_kind(name);
+  TORCH_CHECK_VALUE(kind == ActivationKind::kSilu || kind == ActivationKind::kGelu || kind == ActivationKind::kGeluTanh, "activation is '", name,
+                    "', expected silu, gelu or gelu_tanh for a gated unit");
+  return kind;
+}
+
+void check_matrix(char const* name, Tensor const& w, char const* x_name, Tensor const& x, std::int64_t columns) {
+  check_like(name, w, x_name, x);
+  check_dim(name, w, 2, "out, in");
+  TORCH_CHECK_VALUE(w.size(1) == columns, name, " has shape ", shape_string(w), ", expected ", columns, " columns as ", x_name, " has");
+}
+
+void check_vector(char const* name, OptionalTensor const& t, char const* x_name, Tensor const& x, std::int64_t size, char const* meaning) {
+  if (!get(t)) return;
+  check_like(name, *get(t), x_name, x);
+  check_shape(name, *get(t), {size}, meaning);
+}
+
+void check_norm(OptionalTensor const& norm_weight, char const* name, Tensor const& x, char const* x_name, std::int64_t width) {
+  if (!get(norm_weight)) return;
+  check_norm_weight(name, *get(norm_weight), x_name, x);
+  check_shape(name, *get(norm_weight), {width}, "the width of the norm");
+}
+
+OptionalTensor optional(Tensor const& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
+std::tuple<Tensor, Tensor, Tensor> linear_residual_op(Tensor const& a, Tensor const& weight, OptionalTensor const& bias, Tensor const& residual,
+                                                      OptionalTensor const& next_norm_weight, double eps) {
+  check_floating("a", a);
+  check_dim("a", a, 2, "tokens, width");
+  check_matrix("weight", weight, "a", a, a.size(1));
+  check_vector("bias", bias, "a", a, weight.size(0), "one value for each row of weight");
+  check_like("residual", residual, "a", a);
+  check_shape("residual", residual, {a.size(0), weight.size(0)}, "the shape of the output");
+  check_norm(next_norm_weight, "next_norm_weight", a, "a", weight.size(0));
+  Call call(a);
+  LinearResidualResult r = linear_residual(a, weight, bias, residual, next_norm_weight, eps);
+  return {r.out, empty_like_missing(r.h, a), r.rstd};
+}
+
+std::tuple<Tensor, Tensor> rstd_act_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias,
+                                       std::string const& activation, bool store_preactivation) {
+  check_floating("h", h);
+  check_dim("h", h, 2, "tokens, width");
+  check_rstd(rstd, h, "h");
+  check_matrix("weight", weight, "h", h, h.size(1));
+  check_vector("bias", bias, "h", h, weight.size(0), "one value for each row of weight");
+  ActivationKind const kind = activation_kind(activation);
+  Call call(h);
+  ActivationResult r = rstd_act(h, rstd, weight, bias, kind, store_preactivation);
+  return {r.value, empty_like_missing(r.preactivation, h)};
+}
+
+std::tuple<Tensor, Tensor> rstd_glu_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& w_gate_up, OptionalTensor const& w_up,
+                                       std::string const& activation, bool store_preactivation) {
   check_floating("h", h);
   check_dim("h", h, 2, "tokens, width");
   check_rstd(rstd, h, "h");
   check_weights(h, w_gate_up, w_up, "h");
+  ActivationKind const kind = gate_kind(activation);
   Call call(h);
   auto const [gate, up] = halves(w_gate_up, w_up);
-  SwigluResult r = rstd_swiglu(h, rstd, gate, up, store_preactivation);
-  return {r.product, r.preactivation};
+  ActivationResult r = rstd_glu(h, rstd, gate, up, kind, store_preactivation);
+  return {r.value, empty_like_missing(r.preactivation, h)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> dswiglu_op(Tensor const& dy, Tensor const& w_down, Tensor const& preactivation, OptionalTensor const& rstd) {
+void check_down(Tensor const& dy, OptionalTensor const& w_down, std::int64_t width) {
+  if (!get(w_down)) {
+    TORCH_CHECK_VALUE(dy.size(1) == width, "dy has shape ", shape_string(dy), ", expected ", width, " columns");
+    return;
+  }
+  check_like("w_down", *get(w_down), "dy", dy);
+  check_shape("w_down", *get(w_down), {dy.size(1), width}, "the width of dy, the width of the activation");
+}
+
+std::tuple<Tensor, Tensor, Tensor> dglu_op(Tensor const& dy, OptionalTensor const& w_down, Tensor const& preactivation, OptionalTensor const& rstd,
+                                           std::string const& activation, std::int64_t width, bool want_value) {
   check_floating("dy", dy);
   check_dim("dy", dy, 2, "tokens, width");
-  check_like("w_down", w_down, "dy", dy);
-  check_dim("w_down", w_down, 2, "D, F");
-  TORCH_CHECK_VALUE(w_down.size(0) == dy.size(1), "w_down has shape ", shape_string(w_down), ", expected ", dy.size(1), " rows as dy has columns");
   check_like("preactivation", preactivation, "dy", dy);
-  check_shape("preactivation", preactivation, {dy.size(0), 2 * w_down.size(1)}, "tokens, [gate | up]");
+  check_dim("preactivation", preactivation, 2, "tokens, [gate | up]");
+  TORCH_CHECK_VALUE(preactivation.size(0) == dy.size(0) && preactivation.size(1) % 2 == 0, "preactivation has shape ", shape_string(preactivation),
+                    ", expected as many rows as dy and an even number of columns, [gate | up]");
+  check_down(dy, w_down, preactivation.size(1) / 2);
   check_rstd(rstd, dy, "dy");
+  ActivationKind const kind = gate_kind(activation);
   Call call(dy);
-  DSwigluResult r = dswiglu(dy, w_down, preactivation, rstd);
-  return {r.dz, r.product, r.row_dot};
+  ActivationGradient r = dglu(dy, w_down, preactivation, rstd, kind, width, want_value);
+  return {r.dz, empty_like_missing(r.value, dy), r.correction};
 }
 
-std::tuple<Tensor, Tensor> norm_backward_op(Tensor const& dn, Tensor const& x, Tensor const& norm_weight, Tensor const& rstd, Tensor const& row_dot) {
-  check_floating("dn", dn);
-  check_dim("dn", dn, 2, "tokens, width");
-  check_like("x", x, "dn", dn);
-  check_shape("x", x, dn.sizes(), "the shape of dn");
-  check_norm_weight("norm_weight", norm_weight, "x", x);
-  check_shape("norm_weight", norm_weight, {x.size(1)}, "the width of x");
-  check_rstd(rstd, x, "x");
-  check_shape("row_dot", row_dot, {x.size(0)}, "one value a row");
-  Call call(dn);
-  return norm_backward(dn, x, norm_weight, rstd, row_dot, true, true);
+std::tuple<Tensor, Tensor, Tensor, Tensor> dact_op(Tensor const& dy, OptionalTensor const& w_down, Tensor const& preactivation,
+                                                   OptionalTensor const& rstd, OptionalTensor const& bias, std::string const& activation,
+                                                   std::int64_t width, bool want_value) {
+  check_floating("dy", dy);
+  check_dim("dy", dy, 2, "tokens, width");
+  check_like("preactivation", preactivation, "dy", dy);
+  check_dim("preactivation", preactivation, 2, "tokens, width");
+  TORCH_CHECK_VALUE(preactivation.size(0) == dy.size(0), "preactivation has shape ", shape_string(preactivation), ", expected as many rows as dy");
+  check_down(dy, w_down, preactivation.size(1));
+  check_rstd(rstd, dy, "dy");
+  check_vector("bias", bias, "dy", dy, preactivation.size(1), "one value a column");
+  ActivationKind const kind = activation_kind(activation);
+  Call call(dy);
+  ActivationGradient r = dact(dy, w_down, preactivation, rstd, bias, kind, width, want_value);
+  return {r.dz, empty_like_missing(r.value, dy), r.correction, empty_like_missing(r.dbias, get(bias) ? *get(bias) : dy)};
 }
 
-// residual + swiglu(RMSNorm(x) w_gate_up^T) w_down^T. Returns the output, then what the backward needs: h (empty without a norm), rstd
-// (likewise) and the pre-activation (all three empty unless `save`).
-std::tuple<Tensor, Tensor, Tensor, Tensor> fused_mlp_op(Tensor const& x, Tensor const& w_gate_up, OptionalTensor const& w_up, Tensor const& w_down,
-                                                        OptionalTensor const& norm_weight, OptionalTensor const& residual, double eps, bool save) {
+// Every field of a rotation, checked. `columns` is the number of leading columns of the product that belong to rotated heads.
+RopeArguments rope_arguments(Tensor const& x, std::int64_t n, Tensor const& cos, Tensor const& sin, OptionalTensor const& positions, std::int64_t period,
+                             std::int64_t head_dim, std::int64_t columns, bool interleaved) {
+  check_norm_weight("cos", cos, "x", x);
+  check_dim("cos", cos, 2, "positions, rotary_dim / 2");
+  check_norm_weight("sin", sin, "x", x);
+  check_shape("sin", sin, cos.sizes(), "the shape of cos");
+  TORCH_CHECK_TYPE(cos.scalar_type() == sin.scalar_type(), "sin has dtype ", sin.scalar_type(), ", expected ", cos.scalar_type(), " as cos");
+  TORCH_CHECK_VALUE(head_dim > 0 && n % head_dim == 0, "head_dim is ", head_dim, ", expected a divisor of the ", n, " columns of the product");
+  TORCH_CHECK_VALUE(2 * cos.size(1) <= head_dim, "cos has shape ", shape_string(cos), ", expected at most head_dim / 2 = ", head_dim / 2, " columns");
+  TORCH_CHECK_VALUE(columns >= 0 && columns <= n && columns % head_dim == 0, "columns is ", columns, ", expected whole heads of the ", n, " columns");
+  if (get(positions)) {
+    Tensor const& p = *get(positions);
+    TORCH_CHECK_VALUE(p.device() == x.device(), "positions is on ", p.device(), ", expected ", x.device(), " as x");
+    TORCH_CHECK_TYPE(p.scalar_type() == at::kLong || p.scalar_type() == at::kInt, "positions has dtype ", p.scalar_type(), ", expected int64 or int32");
+    check_shape("positions", p, {x.size(0)}, "one value a row");
+  } else {
+    TORCH_CHECK_VALUE(period > 0 && (x.size(0) == 0 || std::min(period, x.size(0)) <= cos.size(0)), "cos has ", cos.size(0),
+                      " rows, expected one for each of the ", period, " positions of a sequence");
+  }
+  return {cos, sin, positions, period, head_dim, columns, interleaved};
+}
+
+Tensor rstd_rope_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias, Tensor const& cos, Tensor const& sin,
+                    OptionalTensor const& positions, std::int64_t period, std::int64_t head_dim, std::int64_t columns, bool interleaved) {
+  check_floating("h", h);
+  check_dim("h", h, 2, "tokens, width");
+  check_rstd(rstd, h, "h");
+  check_matrix("weight", weight, "h", h, h.size(1));
+  check_vector("bias", bias, "h", h, weight.size(0), "one value for each row of weight");
+  RopeArguments const rope = rope_arguments(h, weight.size(0), cos, sin, positions, period, head_dim, columns, interleaved);
+  Call call(h);
+  return rstd_rope(h, rstd, weight, bias, rope);
+}
+
+std::tuple<Tensor, Tensor, Tensor> rope_backward_op(Tensor const& dq, Tensor const& dk, Tensor const& dv, Tensor const& y, OptionalTensor const& rstd,
+                                                    OptionalTensor const& bias, Tensor const& cos, Tensor const& sin, OptionalTensor const& positions,
+                                                    std::int64_t period, std::int64_t head_dim, std::int64_t columns, bool interleaved,
+                                                    std::int64_t width) {
+  check_floating("y", y);
+  check_dim("y", y, 2, "tokens, heads of q, k and v");
+  std::int64_t total = 0;
+  for (auto const& [name, t] : {std::pair<char const*, Tensor const&>{"dq", dq}, {"dk", dk}, {"dv", dv}}) {
+    check_like(name, t, "y", y);
+    check_dim(name, t, 4, "batch, sequence, heads, head_dim");
+    TORCH_CHECK_VALUE(t.size(0) * t.size(1) == y.size(0) && t.size(1) == dq.size(1) && t.size(3) == head_dim, name, " has shape ", shape_string(t),
+                      ", expected [batch, sequence, heads, ", head_dim, "] with the ", y.size(0), " rows of y");
+    total += t.size(2) * head_dim;
+  }
+  TORCH_CHECK_VALUE(total == y.size(1), "dq, dk and dv have ", total, " columns together, expected the ", y.size(1), " of y");
+  check_rstd(rstd, y, "y");
+  check_vector("bias", bias, "y", y, y.size(1), "one value a column");
+  RopeArguments const rope = rope_arguments(y, y.size(1), cos, sin, positions, period, head_dim, columns, interleaved);
+  Call call(y);
+  ActivationGradient r = rope_backward(dq, dk, dv, y, rstd, bias, rope, width);
+  return {r.dz, r.correction, empty_like_missing(r.dbias, get(bias) ? *get(bias) : y)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor const& dz, Tensor const& weight, OptionalTensor const& w_up, Tensor const& x,
+                                                    OptionalTensor const& norm_weight, Tensor const& correction, OptionalTensor const& incoming,
+                                                    bool want_h, bool want_dnorm) {
+  check_floating("dz", dz);
+  check_dim("dz", dz, 2, "tokens, width");
+  check_like("x", x, "dz", dz);
+  check_dim("x", x, 2, "tokens, width");
+  TORCH_CHECK_VALUE(x.size(0) == dz.size(0), "x has shape ", shape_string(x), ", expected as many rows as dz");
+  check_matrix("weight", weight, "x", x, x.size(1));
+  if (get(w_up)) check_shape("w_up", *get(w_up), weight.sizes(), "the shape of weight");
+  TORCH_CHECK_VALUE(weight.size(0) * (get(w_up) ? 2 : 1) == dz.size(1), "weight has shape ", shape_string(weight), ", expected the ", dz.size(1),
+                    " columns of dz as rows");
+  check_norm(norm_weight, "norm_weight", x, "x", x.size(1));
+  TORCH_CHECK_VALUE(get(norm_weight) || (!want_h && !want_dnorm), "norm_weight is missing, and without it there is no h and no gradient of it");
+  check_rstd(OptionalTensor(correction), x, "x");
+  if (get(incoming)) {
+    check_like("incoming", *get(incoming), "x", x);
+    check_shape("incoming", *get(incoming), x.sizes(), "the shape of x");
+  }
+  Call call(dz);
+  NormGradient r = norm_backward(dz, joined(weight, w_up), x, norm_weight, correction, incoming, want_h, want_dnorm);
+  return {r.dx, empty_like_missing(r.h, x), empty_like_missing(r.dgamma, get(norm_weight) ? *get(norm_weight) : x)};
+}
+
+// residual + (act(gate) up) w_down^T with [gate | up] = RMSNorm(x) w_gate_up^T. stats_h and stats_rstd are x's own statistics if the caller has
+// them; without norm_weight and stats_rstd there is no norm. residual_is_x adds x. Returns the output; rstd and the pre-activation for the
+// backward, unless not `save`; h and rstd of the output for the next norm, if next_norm_weight or next_stats ask for them.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fused_mlp_op(Tensor const& x, OptionalTensor const& stats_h, OptionalTensor const& stats_rstd,
+                                                                Tensor const& w_gate_up, OptionalTensor const& w_up, Tensor const& w_down,
+                                                                OptionalTensor const& norm_weight, OptionalTensor const& residual, bool residual_is_x,
+                                                                OptionalTensor const& next_norm_weight, std::string const& activation, double eps,
+                                                                double next_eps, bool next_stats, bool save) {
   check_floating("x", x);
   check_dim("x", x, 2, "tokens, width");
   check_weights(x, w_gate_up, w_up, "x");
@@ -145,39 +314,65 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_mlp_op(Tensor const& x, Tensor 
     check_norm_weight("norm_weight", *get(norm_weight), "x", x);
     check_shape("norm_weight", *get(norm_weight), {x.size(1)}, "the width of x");
   }
+  if (get(stats_h)) {
+    check_like("stats_h", *get(stats_h), "x", x);
+    check_shape("stats_h", *get(stats_h), x.sizes(), "the shape of x");
+  }
+  check_rstd(stats_rstd, x, "x");
   if (get(residual)) {
     check_like("residual", *get(residual), "x", x);
     check_shape("residual", *get(residual), {x.size(0), w_down.size(0)}, "the shape of the output");
   }
+  TORCH_CHECK_VALUE(!residual_is_x || w_down.size(0) == x.size(1), "residual has shape ", shape_string(x), ", expected [", x.size(0), ", ", w_down.size(0),
+                    "] (the shape of the output)");
+  TORCH_CHECK_VALUE(!next_stats || residual_is_x || get(residual), "residual is missing, and statistics of the output come with one only");
+  check_norm(next_norm_weight, "next_norm_weight", x, "x", w_down.size(0));
+  ActivationKind const kind = gate_kind(activation);
   Call call(x);
-  Tensor h, rstd;
-  if (get(norm_weight)) std::tie(h, rstd) = row_stats(x, norm_weight, eps);
+  Tensor h = get(stats_h) ? *get(stats_h) : Tensor(), rstd = get(stats_rstd) ? *get(stats_rstd) : Tensor();
+  if (!rstd.defined() && get(norm_weight)) std::tie(h, rstd) = row_stats(x, norm_weight, eps);
   auto const [gate, up] = halves(w_gate_up, w_up);
-  SwigluResult const r = rstd_swiglu(h.defined() ? h : x, rstd.defined() ? OptionalTensor(rstd) : std::nullopt, gate, up, save);
-  Tensor const out = gemm({r.product, w_down.t(), std::nullopt, residual, 1, 1});
-  Tensor const nothing = at::empty({0}, x.options()), no_rstd = at::empty({0}, x.options().dtype(statistics_type(x)));
-  bool const keep = save && h.defined();
-  return {out, keep ? h : nothing, keep ? rstd : no_rstd, r.preactivation};
+  ActivationResult const r = rstd_glu(h.defined() ? h : x, optional(rstd), gate, up, kind, save);
+  OptionalTensor const added = residual_is_x ? OptionalTensor(x) : residual;
+  LinearResidualResult next;
+  if (next_stats) {
+    next = linear_residual(r.value, w_down, std::nullopt, *get(added), next_norm_weight, next_eps);
+  } else {
+    next.out = gemm({r.value, w_down.t(), std::nullopt, added, 1, 1});
+  }
+  // No output may be an input or another output.
+  auto const statistics = [&](Tensor const& t) { return t.defined() ? t : at::empty({0}, x.options().dtype(statistics_type(x))); };
+  return {next.out, statistics(save && !get(stats_rstd) ? rstd : Tensor()), empty_like_missing(r.preactivation, x), empty_like_missing(next.h, x),
+          statistics(next.rstd)};
 }
 
-// Gradients of x, w_gate_up (both halves as [2F, D]), w_down and norm_weight; `wanted` in that order, empty where not wanted. h is x
-// itself without a norm.
-std::tuple<Tensor, Tensor, Tensor, Tensor> fused_mlp_backward_op(Tensor const& dout, Tensor const& x, Tensor const& h, OptionalTensor const& rstd,
+// Gradients of x, w_gate_up (both halves as [2F, D]), w_down and norm_weight; `wanted` in that order, empty where not wanted.
+std::tuple<Tensor, Tensor, Tensor, Tensor> fused_mlp_backward_op(Tensor const& dout, Tensor const& x, OptionalTensor const& rstd,
                                                                  Tensor const& preactivation, Tensor const& w_gate_up, OptionalTensor const& w_up,
-                                                                 Tensor const& w_down, OptionalTensor const& norm_weight,
-                                                                 c10::List<bool> const& wanted) {
+                                                                 Tensor const& w_down, OptionalTensor const& norm_weight, bool residual_is_x,
+                                                                 std::string const& activation, c10::List<bool> const& wanted) {
   check_like("dout", dout, "x", x);
   check_shape("dout", dout, {x.size(0), w_down.size(0)}, "the shape of the output");
   TORCH_CHECK_VALUE(wanted.size() == 4, "wanted has ", wanted.size(), " entries, expected 4");
   bool const want_x = wanted.get(0), want_gate_up = wanted.get(1), want_down = wanted.get(2), want_norm = wanted.get(3) && get(norm_weight);
+  ActivationKind const kind = gate_kind(activation);
   Call call(x);
-  DSwigluResult const d = dswiglu(dout, w_down, preactivation, rstd);
-  Tensor dx, dw_gate_up, dw_down, dnorm;
-  if (want_down) dw_down = gemm({dout.t(), d.product, std::nullopt, std::nullopt, 1, 0});
-  if (want_gate_up) dw_gate_up = gemm({d.dz.t(), h, std::nullopt, std::nullopt, 1, 0});
+  ActivationGradient const d = dglu(dout, w_down, preactivation, rstd, kind, x.size(1), want_down);
+  OptionalTensor const incoming = residual_is_x ? OptionalTensor(dout) : std::nullopt;
+  Tensor dx, dw_gate_up, dw_down, dnorm, h;
+  if (want_down) dw_down = gemm({dout.t(), d.value, std::nullopt, std::nullopt, 1, 0});
   if (want_x || want_norm) {
-    dx = gemm({d.dz, joined(w_gate_up, w_up), std::nullopt, std::nullopt, 1, 0});
-    if (get(norm_weight)) std::tie(dx, dnorm) = norm_backward(dx, x, *get(norm_weight), *get(rstd), d.row_dot, want_x, want_norm);
+    Tensor const w = joined(w_gate_up, w_up);
+    if (get(rstd)) {
+      NormGradient n = norm_backward(d.dz, w, x, norm_weight, d.correction, incoming, want_gate_up && get(norm_weight), want_norm);
+      dx = n.dx, h = n.h, dnorm = n.dgamma;
+    } else {
+      dx = gemm({d.dz, w, std::nullopt, incoming, 1, 1});
+    }
+  }
+  if (want_gate_up) {
+    if (!h.defined()) h = get(norm_weight) ? std::get<0>(row_stats(x, norm_weight, 0)) : x;
+    dw_gate_up = gemm({d.dz.t(), h, std::nullopt, std::nullopt, 1, 0});
   }
   return {empty_like_missing(want_x ? dx : Tensor(), x), empty_like_missing(dw_gate_up, x), empty_like_missing(dw_down, x),
           empty_like_missing(dnorm, get(norm_weight) ? *get(norm_weight) : x)};
@@ -206,8 +401,13 @@ void implement(Library& m) {
   m.impl("rms_norm_stats", &rms_norm_stats_op);
   m.impl("gemm", &gemm_op);
   m.impl("linear", &linear_op);
-  m.impl("rstd_swiglu", &rstd_swiglu_op);
-  m.impl("dswiglu", &dswiglu_op);
+  m.impl("linear_residual", &linear_residual_op);
+  m.impl("rstd_act", &rstd_act_op);
+  m.impl("rstd_glu", &rstd_glu_op);
+  m.impl("rstd_rope", &rstd_rope_op);
+  m.impl("dglu", &dglu_op);
+  m.impl("dact", &dact_op);
+  m.impl("rope_backward", &rope_backward_op);
   m.impl("norm_backward", &norm_backward_op);
   m.impl("fused_mlp", &fused_mlp_op);
   m.impl("fused_mlp_backward", &fused_mlp_backward_op);
@@ -219,15 +419,30 @@ TORCH_LIBRARY(coda, m) {
   m.def("rms_norm_stats(Tensor x, Tensor? norm_weight, float eps) -> (Tensor, Tensor)");
   m.def("gemm(Tensor a, Tensor b, Tensor? bias=None, Tensor? source=None, float alpha=1, float beta=1) -> Tensor");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor");
-  m.def("rstd_swiglu(Tensor h, Tensor? rstd, Tensor w_gate_up, Tensor? w_up, bool store_preactivation) -> (Tensor, Tensor)");
-  m.def("dswiglu(Tensor dy, Tensor w_down, Tensor preactivation, Tensor? rstd) -> (Tensor, Tensor, Tensor)");
-  m.def("norm_backward(Tensor dn, Tensor x, Tensor norm_weight, Tensor rstd, Tensor row_dot) -> (Tensor, Tensor)");
+  m.def("linear_residual(Tensor a, Tensor weight, Tensor? bias, Tensor residual, Tensor? next_norm_weight, float eps) -> (Tensor, Tensor, Tensor)");
+  m.def("rstd_act(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, str activation, bool store_preactivation) -> (Tensor, Tensor)");
+  m.def("rstd_glu(Tensor h, Tensor? rstd, Tensor w_gate_up, Tensor? w_up, str activation, bool store_preactivation) -> (Tensor, Tensor)");
   m.def(
-      "fused_mlp(Tensor x, Tensor w_gate_up, Tensor? w_up, Tensor w_down, Tensor? norm_weight, Tensor? residual, float eps, bool save) -> "
+      "rstd_rope(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor? positions, SymInt period, int head_dim, "
+      "int columns, bool interleaved) -> Tensor");
+  m.def(
+      "dglu(Tensor dy, Tensor? w_down, Tensor preactivation, Tensor? rstd, str activation, int width, bool want_value) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "dact(Tensor dy, Tensor? w_down, Tensor preactivation, Tensor? rstd, Tensor? bias, str activation, int width, bool want_value) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "fused_mlp_backward(Tensor dout, Tensor x, Tensor h, Tensor? rstd, Tensor preactivation, Tensor w_gate_up, Tensor? w_up, Tensor w_down, "
-      "Tensor? norm_weight, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)");
+      "rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor y, Tensor? rstd, Tensor? bias, Tensor cos, Tensor sin, Tensor? positions, SymInt period, "
+      "int head_dim, int columns, bool interleaved, int width) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "norm_backward(Tensor dz, Tensor weight, Tensor? w_up, Tensor x, Tensor? norm_weight, Tensor correction, Tensor? incoming, bool want_h, "
+      "bool want_dnorm) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "fused_mlp(Tensor x, Tensor? stats_h, Tensor? stats_rstd, Tensor w_gate_up, Tensor? w_up, Tensor w_down, Tensor? norm_weight, Tensor? residual, "
+      "bool residual_is_x, Tensor? next_norm_weight, str activation, float eps, float next_eps, bool next_stats, bool save) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "fused_mlp_backward(Tensor dout, Tensor x, Tensor? rstd, Tensor preactivation, Tensor w_gate_up, Tensor? w_up, Tensor w_down, "
+      "Tensor? norm_weight, bool residual_is_x, str activation, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(coda, CPU, m) { implement(m); }

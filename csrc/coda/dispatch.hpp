@@ -31,8 +31,9 @@ inline char const* why_not(KernelInfo const& kernel, GemmArguments const& g) {
   bool const nt = std::strcmp(kernel.layout, "nt") == 0, tn = std::strcmp(kernel.layout, "tn") == 0;
   if ((nt ? g.m : g.k) % kAlignment != 0) return nt ? "M must be a multiple of 8" : "K must be a multiple of 8";
   if (!tn && g.n % kAlignment != 0) return "N must be a multiple of 8";
-  if (g.n % (kernel.columns * kAlignment) != 0) return kernel.columns == 2 ? "N/2 must be a multiple of 8" : "N must be a multiple of 8";
-  if (kernel.columns == 2 && (g.b.pair_stride <= 0 || g.b.pair_stride % kAlignment != 0 || g.b.pair_stride >= kMaxPairStride))
+  if (g.n % (kernel.halves * kAlignment) != 0) return kernel.halves == 2 ? "N/2 must be a multiple of 8" : "N must be a multiple of 8";
+  if (kernel.head_halves != 0 && kernel.head_halves != g.rotation.rotary_dim) return "it was built for another rotary dimension";
+  if (kernel.halves == 2 && (g.b.pair_stride <= 0 || g.b.pair_stride % kAlignment != 0 || g.b.pair_stride >= kMaxPairStride))
     return "the second half of B must lie behind the first one by a multiple of 16 bytes, less than 2^40";
   return nullptr;
 }

@@ -53,4 +53,56 @@ CODA_HD Real silu_grad(Real x, Real s) {
   return s + x * s * (Real(1) - s);
 }
 
+CODA_HD float erf_(float x) {
+#if defined(__CUDA_ARCH__)
+  return erff(x);
+#else
+  return std::erf(x);
+#endif
+}
+CODA_HD double erf_(double x) { return ::erf(x); }
+
+// An activation, its value and its derivative. `kind` tells the members of a family apart at run time: the branch is the same for all
+// threads, and a kernel serves them all.
+template <class Real>
+struct Activated {
+  Real value, slope;
+};
+
+enum class ActivationKind { kIdentity, kRelu, kReluSquared, kSilu, kGelu, kGeluTanh };
+
+struct Silu {
+  template <class Real>
+  CODA_HD static Activated<Real> at(Real x, Real /*kind*/) {
+    Real const s = sigmoid(x);
+    return {x * s, silu_grad(x, s)};
+  }
+};
+
+// gelu(x) = x Phi(x); with kind kGeluTanh the approximation x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3). (Hendrycks and Gimpel,
+// arXiv:1606.08415.) Beyond |x| = 1e4 the cube is cut off, where the result is x or 0 already and the slope 1 or 0.
+struct Gelu {
+  template <class Real>
+  CODA_HD static Activated<Real> at(Real x, Real kind) {
+    if (kind == Real(int(ActivationKind::kGeluTanh))) {
+      Real const c = x > Real(1e4) ? Real(1e4) : x < Real(-1e4) ? Real(-1e4) : x, square = Real(0.044715) * c * c;
+      Real const s = sigmoid(Real(1.5957691216057308) * c * (Real(1) + square));
+      return {x * s, s + c * s * (Real(1) - s) * Real(1.5957691216057308) * (Real(1) + Real(3) * square)};
+    }
+    Real const phi = Real(0.5) * (Real(1) + erf_(x * Real(0.7071067811865476)));
+    return {x * phi, phi + x * Real(0.3989422804014327) * exp_(Real(-0.5) * x * x)};
+  }
+};
+
+struct AnyActivation {
+  template <class Real>
+  CODA_HD static Activated<Real> at(Real x, Real kind) {
+    if (kind == Real(int(ActivationKind::kIdentity))) return {x, Real(1)};
+    if (kind == Real(int(ActivationKind::kRelu))) return {x > 0 ? x : Real(0), x > 0 ? Real(1) : Real(0)};
+    if (kind == Real(int(ActivationKind::kReluSquared))) return {x > 0 ? x * x : Real(0), x > 0 ? Real(2) * x : Real(0)};
+    if (kind == Real(int(ActivationKind::kSilu))) return Silu::at(x, kind);
+    return Gelu::at(x, kind);
+  }
+};
+
 }  // namespace coda

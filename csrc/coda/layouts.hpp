@@ -1,4 +1,4 @@
-// The layouts that let a pairwise program see gate and up in one thread, without permuted weights.
+// Where a thread's accumulators lie, and the layouts that bring both columns of a pair into one thread, without permuted weights.
 //
 // A thread of a 64 x N wgmma (and of an m16n8 mma) holds, at fragment index v = 4k + 2i + j, the element (row r + 8i, column 8k + 2(t%4) + j): the
 // accumulator is a row of atoms 8 columns wide. Give the GEMM's N mode, of extent 2F, the shape (8, 2, F/8) and B the strides
@@ -8,6 +8,7 @@
 // through a tensor of the same N mode with strides (ld, (1, F, 8)) and so lands in [gate | up] order.
 #pragma once
 
+#include "coda/program.hpp"
 #include "cute/atom/mma_traits_sm90_gmma.hpp"
 #include "cute/tensor.hpp"
 
@@ -17,6 +18,20 @@ using PairedShapeN = cute::tuple<cute::_8, cute::_2, int>;  // (column in the at
 
 // Fragment index of value number `group` of half `half` of a paired accumulator.
 CUTE_HOST_DEVICE constexpr int paired_index(int group, int half) { return 8 * (group / 4) + 4 * half + group % 4; }
+
+// Fragment index of member `member` of pair number `group`, for fragments of kFragment values that cover whole subtiles. kHeadHalves asks for
+// a subtile as wide as the group of columns: its second half is then the second half of the fragment.
+template <Pairing kPairing, int kFragment>
+CUTE_HOST_DEVICE constexpr int fragment_index(int group, int member) {
+  return kPairing == Pairing::kNone         ? group
+         : kPairing == Pairing::kHalves     ? paired_index(group, member)
+         : kPairing == Pairing::kHeadHalves ? group + member * (kFragment / 2)
+                                            : 2 * group + member;
+}
+
+// Row and column, within the subtile, of fragment index v in thread `thread` of the consumers of a tile.
+CUTE_HOST_DEVICE constexpr int fragment_row(int thread, int v) { return 16 * (thread / 32) + (thread % 32) / 4 + 8 * ((v / 2) % 2); }
+CUTE_HOST_DEVICE constexpr int fragment_column(int thread, int v) { return 8 * (v / 4) + 2 * (thread % 4) + v % 2; }
 
 // Pins the order described above: CLayout maps (thread, v = (j, i, k)) to row + 64 column of the 64 x N tile.
 static_assert(cute::is_same_v<cute::SM90::GMMA::CLayout_64x128,

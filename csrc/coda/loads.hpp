@@ -12,28 +12,35 @@ struct Scalar {
   static constexpr int slots = 1;
 };
 
-// N values, broadcast over rows (bias, gamma). Absent (null): kAbsent everywhere.
-template <class Element_ = Stored, int kAbsent_ = 0>
+// N values in the storage type or fp32, broadcast over rows (bias, gamma). Absent (null): kAbsent everywhere.
+template <int kAbsent_ = 0>
 struct RowVector {
-  using Element = Element_;
   static constexpr int kAbsent = kAbsent_;
   template <int kColumns>
   static constexpr int slots = kColumns;
 };
 
-// M values, broadcast over columns (rstd). Absent (null): kAbsent everywhere.
-template <class Element_ = Accumulated, int kAbsent_ = 1>
+// M values in the accumulator's type, broadcast over columns (rstd). Absent (null): kAbsent everywhere.
+template <int kAbsent_ = 1>
 struct ColVector {
-  using Element = Element_;
   static constexpr int kAbsent = kAbsent_;
   template <int kColumns>
   static constexpr int slots = 1;
 };
 
-// An M x N tile in the storage type (residual, saved pre-activation). It must be present.
+// An M x N tile in the storage type (residual, saved pre-activation). The first one of a program may be absent (null): zeros.
 struct TileLoad {
   template <int kColumns>
   static constexpr int slots = kColumns;
+};
+
+// One value of a table for each row and pair of columns (the cosines or sines of a rotary embedding), in the storage type or fp32:
+// table[position(m), pair] where GemmArguments::rotation says that the pair rotates, kAbsent for all other pairs. It must be present.
+template <int kAbsent_>
+struct TableRow {
+  static constexpr int kAbsent = kAbsent_;
+  template <int kColumns>
+  static constexpr int slots = 1;
 };
 
 }  // namespace coda

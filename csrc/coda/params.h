@@ -8,17 +8,31 @@ namespace coda {
 // One operand, load or sink. Which fields count depends on its kind:
 //   matrix, tile      data, ld (elements between rows, or between columns for a transposed operand)
 //   paired matrix     also pair_stride: elements from the first row (column) of the first half to that of the second half
-//   vector            data
-//   row partial       data, ld (elements between the tiles' rows of partials)
+//   table             data, ld (elements between rows), fp32
+//   row vector        data, fp32; pair_stride as above for a program over two halves
+//   column vector     data
+//   partials          data, ld (elements between the tiles' rows of partials)
 //   scalar            value
 struct Resource {
   void* data = nullptr;
   std::int64_t ld = 0;
   std::int64_t pair_stride = 0;
   double value = 0;
+  bool fp32 = false;  // row vectors and tables: fp32 beside 16-bit tensors, instead of the storage type
 };
 
 constexpr int kMaxResources = 8;
+
+// Which columns of a product turn by which angle, for TableRow. A column n belongs to head n / head_dim; the first rotary_dim columns of a
+// head rotate, in heads that begin before column `columns` (so that queries and keys do, values do not).
+struct Rotation {
+  std::int64_t head_dim = 0;
+  std::int64_t rotary_dim = 0;
+  std::int64_t columns = 0;
+  void const* positions = nullptr;  // of each row, int32 or int64; null: row m has position m % period
+  bool positions64 = false;
+  std::int64_t period = 1;
+};
 
 // acc[m, n] = sum_k A[m, k] B[n, k]. n counts both halves of a pairwise program.
 struct GemmArguments {
@@ -29,6 +43,7 @@ struct GemmArguments {
   Resource b;
   Resource loads[kMaxResources];
   Resource sinks[kMaxResources];
+  Rotation rotation;
   int swizzle = 0;       // tiles of a raster band; 0: the kernel's own choice
   int raster = 0;        // 1: along M, 2: along N; 0: the kernel's own choice
   int sm_count = 0;      // of the current device; 0: ask the driver

@@ -4,7 +4,8 @@
 // accumulator value, or to one pair of them, before anything leaves the chip. It is a plain struct:
 //
 //   struct Program {
-//     static constexpr int kColumns = 1;                 // 1: elementwise.  2: pairwise, see below
+//     static constexpr int kColumns = 1;                 // 1: elementwise.  2: pairwise, and then also
+//     static constexpr Pairing kPairing = ...;           //    which two columns, see below
 //     using Loads = List<...>;                           // what it reads, see loads.hpp
 //     using Sinks = List<...>;                           // what it writes, see sinks.hpp
 //     template <class Storage, class Real>
@@ -20,8 +21,11 @@
 // sink, one value per row and tile, reduced afterwards in a fixed order (csrc/reduce). There are no atomics, hence every result is
 // bitwise reproducible.
 //
-// Pairwise programs (kColumns = 2). N is then 2F, and one call sees the accumulator columns f and f + F, f in [0, F): with weights
-// stored as [gate; up] these are gate and up of the same feature. layouts.hpp has the reason why that costs nothing on a GPU.
+// Pairwise programs (kColumns = 2): one call sees two columns of the accumulator. Which two is the Pairing:
+//   kHalves      f and f + N/2: with weights stored as [gate; up] these are gate and up of the same feature
+//   kHeadHalves  c and c + W/2 of each group of W columns: the two halves that rotate-half rotary embedding turns against each other
+//   kAdjacent    2c and 2c + 1: interleaved rotary embedding
+// layouts.hpp has the reason why none of them costs anything on a GPU.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -32,16 +36,23 @@
 
 namespace coda {
 
+enum class Pairing { kNone, kHalves, kHeadHalves, kAdjacent };
+
 template <class... Ts>
 struct List {
   static constexpr int size = static_cast<int>(sizeof...(Ts));
 };
 
-// Element types of a resource, resolved by the back end.
-struct Stored {};       // the GEMM's 16-bit storage type (on the CPU also fp32 or fp64)
-struct Accumulated {};  // the accumulator's type: fp32, or fp64 on the CPU back end for fp64 operands
-
 namespace detail {
+
+template <class Program, int kColumns>
+struct PairingOf {
+  static constexpr Pairing value = Pairing::kNone;
+};
+template <class Program>
+struct PairingOf<Program, 2> {
+  static constexpr Pairing value = Program::kPairing;
+};
 
 template <class Program, class Resources>
 struct Slots;
@@ -59,6 +70,9 @@ struct Slots<Program, List<Ts...>> {
 };
 
 }  // namespace detail
+
+template <class Program>
+inline constexpr Pairing kPairingOf = detail::PairingOf<Program, Program::kColumns>::value;
 
 template <class Program>
 using InputSlots = detail::Slots<Program, typename Program::Loads>;

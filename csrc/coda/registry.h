@@ -16,7 +16,9 @@ struct KernelInfo {
   int stages;         // of the mainloop
   int shared_memory;  // bytes a block
   int threads;        // a block
-  int columns;        // Program::kColumns
+  int halves;         // 2 for a program over the two halves of N, else 1
+  int head_halves;    // the rotary_dim it was built for, if it pairs the halves of heads, else 0
+  int partial_rows;   // rows in a group of the ColPartial sink
   int alignment;      // leading strides must be multiples of this many elements, base pointers of 16 bytes
   double rate;        // relative speed of a full wave, for dispatch: see csrc/kernels.py
   LaunchStatus (*launch)(GemmArguments const&);

@@ -5,7 +5,7 @@
 
 namespace coda {
 
-// An M x N tensor in the storage type. In a pairwise program it is the pair, laid out [first half | second half].
+// An M x N tensor in the storage type; a pairwise program gives both columns of its pair. All but the first may be absent (null).
 struct TileStore {
   template <int kColumns>
   static constexpr int slots = kColumns;
@@ -17,9 +17,16 @@ struct HalfTileStore {
   static constexpr int slots = 1;
 };
 
-// Partial sums along N in the accumulator's type: one value per (row, tile of columns), laid out [tiles][partial_ld] with
-// partial_ld >= M rounded up to the kernel's tile height (edge tiles are written whole). Summed in tile order by csrc/reduce.
+// Partial sums along N in the accumulator's type: one value per (row, tile of columns), laid out [tiles][ld]. Summed in tile order by
+// csrc/reduce.
 struct RowPartial {
+  template <int kColumns>
+  static constexpr int slots = 1;
+};
+
+// Partial sums along M in the accumulator's type: one value per (column, group of rows), laid out [groups][ld]; KernelInfo says how many
+// rows a group has. Summed in the order of the groups by csrc/reduce. May be absent (null).
+struct ColPartial {
   template <int kColumns>
   static constexpr int slots = 1;
 };

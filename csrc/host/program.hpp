@@ -1,10 +1,10 @@
 // The CPU back end: a library GEMM leaves the accumulators in memory, and the program's own function runs over them, row by row. It is
-// no second implementation of the mathematics; it is what tests run on machines without a GPU.
+// no second implementation of the mathematics; it is what tests run on machines without a GPU. csrc/reduce/pointwise.cu runs the same code
+// on a GPU, for programs whose accumulator is a tensor already.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "coda/loads.hpp"
@@ -13,73 +13,127 @@
 
 namespace coda::host {
 
+// Rows that share one row of column partials. A task owns whole groups, so the sums do not depend on the number of threads.
+constexpr std::int64_t kGroupRows = 16;
+
 namespace detail {
 
-template <class Storage, class Real, class Element>
-using Resolve = std::conditional_t<std::is_same_v<Element, Stored>, Storage, Real>;
+// One call of a program: row m, pair (or column) number `pair`, whose columns are n and n + distance.
+struct Place {
+  std::int64_t m, pair, n, distance;
+};
 
-// Reads the values of load `r` for row m and columns n (, n + half).
+template <Pairing kPairing>
+CODA_HD Place place(GemmArguments const& g, std::int64_t m, std::int64_t pair) {
+  if constexpr (kPairing == Pairing::kHalves) return {m, pair, pair, g.n / 2};
+  if constexpr (kPairing == Pairing::kAdjacent) return {m, pair, 2 * pair, 1};
+  if constexpr (kPairing == Pairing::kHeadHalves) {
+    std::int64_t const half = g.rotation.rotary_dim / 2;
+    return {m, pair, pair / half * 2 * half + pair % half, half};
+  }
+  return {m, pair, pair, 0};
+}
+
+template <class Storage, class Real>
+CODA_HD Real value(Resource const& r, std::int64_t at) {
+  return r.fp32 ? Real(static_cast<float const*>(r.data)[at]) : Real(static_cast<Storage const*>(r.data)[at]);
+}
+
 template <class Storage, class Real, int kColumns>
 struct Reader {
-  static void read(Scalar, Resource const& r, std::int64_t, std::int64_t, std::int64_t, Real* in) { in[0] = Real(r.value); }
+  CODA_HD static void read(Scalar, GemmArguments const&, Resource const& r, Place const&, Real* in) { in[0] = Real(r.value); }
 
-  template <class Element, int kAbsent>
-  static void read(RowVector<Element, kAbsent>, Resource const& r, std::int64_t, std::int64_t n, std::int64_t half, Real* in) {
-    auto const* p = static_cast<Resolve<Storage, Real, Element> const*>(r.data);
-    for (int c = 0; c < kColumns; ++c) in[c] = p ? Real(p[n + c * half]) : Real(kAbsent);
+  template <int kAbsent>
+  CODA_HD static void read(RowVector<kAbsent>, GemmArguments const&, Resource const& r, Place const& p, Real* in) {
+    for (int c = 0; c < kColumns; ++c) in[c] = r.data ? value<Storage, Real>(r, p.n + c * p.distance) : Real(kAbsent);
   }
-  template <class Element, int kAbsent>
-  static void read(ColVector<Element, kAbsent>, Resource const& r, std::int64_t m, std::int64_t, std::int64_t, Real* in) {
-    auto const* p = static_cast<Resolve<Storage, Real, Element> const*>(r.data);
-    in[0] = p ? Real(p[m]) : Real(kAbsent);
+  template <int kAbsent>
+  CODA_HD static void read(ColVector<kAbsent>, GemmArguments const&, Resource const& r, Place const& p, Real* in) {
+    in[0] = r.data ? static_cast<Real const*>(r.data)[p.m] : Real(kAbsent);
   }
-  static void read(TileLoad, Resource const& r, std::int64_t m, std::int64_t n, std::int64_t half, Real* in) {
-    auto const* p = static_cast<Storage const*>(r.data) + m * r.ld + n;
-    for (int c = 0; c < kColumns; ++c) in[c] = Real(p[c * half]);
+  CODA_HD static void read(TileLoad, GemmArguments const&, Resource const& r, Place const& p, Real* in) {
+    for (int c = 0; c < kColumns; ++c)
+      in[c] = r.data ? Real(static_cast<Storage const*>(r.data)[p.m * r.ld + p.n + c * p.distance]) : Real(0);
+  }
+  template <int kAbsent>
+  CODA_HD static void read(TableRow<kAbsent>, GemmArguments const& g, Resource const& r, Place const& p, Real* in) {
+    Rotation const& turn = g.rotation;
+    std::int64_t const column = p.n % turn.head_dim;
+    in[0] = Real(kAbsent);
+    if (p.n >= turn.columns || column >= turn.rotary_dim) return;
+    std::int64_t const position = turn.positions == nullptr  ? p.m % turn.period
+                                  : turn.positions64 ? static_cast<std::int64_t const*>(turn.positions)[p.m]
+                                                     : static_cast<std::int32_t const*>(turn.positions)[p.m];
+    in[0] = value<Storage, Real>(r, position * r.ld + (p.distance == 1 ? column / 2 : column));
   }
 };
 
-template <class Storage, class Real, int kColumns>
+template <class Storage, class Real, class Sum, int kColumns>
 struct Writer {
-  static void write(TileStore, Resource const& r, std::int64_t m, std::int64_t n, std::int64_t half, Real const* out, double&) {
-    auto* p = static_cast<Storage*>(r.data) + m * r.ld + n;
-    for (int c = 0; c < kColumns; ++c) p[c * half] = static_cast<Storage>(out[c]);
+  CODA_HD static void write(TileStore, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
+    if (r.data == nullptr) return;
+    for (int c = 0; c < kColumns; ++c) static_cast<Storage*>(r.data)[p.m * r.ld + p.n + c * p.distance] = static_cast<Storage>(out[c]);
   }
-  static void write(HalfTileStore, Resource const& r, std::int64_t m, std::int64_t n, std::int64_t, Real const* out, double&) {
-    static_cast<Storage*>(r.data)[m * r.ld + n] = static_cast<Storage>(out[0]);
+  CODA_HD static void write(HalfTileStore, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
+    static_cast<Storage*>(r.data)[p.m * r.ld + p.pair] = static_cast<Storage>(out[0]);
   }
-  static void write(RowPartial, Resource const&, std::int64_t, std::int64_t, std::int64_t, Real const* out, double& sum) { sum += out[0]; }
+  CODA_HD static void write(RowPartial, GemmArguments const&, Resource const&, Place const&, Real const* out, Sum& sum) { sum += out[0]; }
+  CODA_HD static void write(ColPartial, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
+    if (r.data == nullptr) return;
+    Real& sum = static_cast<Real*>(r.data)[p.m / kGroupRows * r.ld + p.n];
+    sum = p.m % kGroupRows == 0 ? out[0] : sum + out[0];
+  }
 };
 
-template <class Program, class Storage, class Real, class... Loads, class... Sinks, std::size_t... kL, std::size_t... kS>
-void run_row(GemmArguments const& g, Real const* acc, std::int64_t m, List<Loads...>, List<Sinks...>, std::index_sequence<kL...>,
-             std::index_sequence<kS...>) {
+template <class Program>
+struct Values {
+  static constexpr int kIn = InputSlots<Program>::count, kOut = OutputSlots<Program>::count;
+};
+
+// Pairs begin, begin + step, ... of row m, whose accumulators are at acc; adds to `sums` what belongs to the row's partials.
+template <class Program, class Storage, class Real, class Acc, class Sum, class... Loads, class... Sinks, std::size_t... kL, std::size_t... kS>
+CODA_HD void run_row(GemmArguments const& g, Acc const* acc, std::int64_t m, std::int64_t begin, std::int64_t step, Sum* sums,
+                     List<Loads...>, List<Sinks...>, std::index_sequence<kL...>, std::index_sequence<kS...>) {
   constexpr int kColumns = Program::kColumns;
   using R = Reader<Storage, Real, kColumns>;
-  using W = Writer<Storage, Real, kColumns>;
-  std::int64_t const half = g.n / kColumns;
-  std::array<double, sizeof...(Sinks)> sums{};
-  for (std::int64_t n = 0; n < half; ++n) {
-    Real a[kColumns], in[InputSlots<Program>::count], out[OutputSlots<Program>::count];
-    for (int c = 0; c < kColumns; ++c) a[c] = acc[n + c * half];
-    (R::read(Loads{}, g.loads[kL], m, n, half, in + InputSlots<Program>::offset(int(kL))), ...);
+  using W = Writer<Storage, Real, Sum, kColumns>;
+  for (std::int64_t pair = begin; pair < g.n / kColumns; pair += step) {
+    Place const p = place<kPairingOf<Program>>(g, m, pair);
+    Real a[kColumns], in[Values<Program>::kIn], out[Values<Program>::kOut];
+    for (int c = 0; c < kColumns; ++c) a[c] = Real(acc[p.n + c * p.distance]);
+    (R::read(Loads{}, g, g.loads[kL], p, in + InputSlots<Program>::offset(int(kL))), ...);
     Program::template apply<Storage>(a, in, out);
-    (W::write(Sinks{}, g.sinks[kS], m, n, half, out + OutputSlots<Program>::offset(int(kS)), sums[kS]), ...);
+    (W::write(Sinks{}, g, g.sinks[kS], p, out + OutputSlots<Program>::offset(int(kS)), sums[kS]), ...);
   }
-  // The whole row is one tile here.
-  ((std::is_same_v<Sinks, RowPartial> ? void(static_cast<Real*>(g.sinks[kS].data)[m] = static_cast<Real>(sums[kS])) : void()), ...);
+}
+
+template <class Program, class Storage, class Real, class Acc, class Sum>
+CODA_HD void run_row(GemmArguments const& g, Acc const* acc, std::int64_t m, std::int64_t begin, std::int64_t step, Sum* sums) {
+  run_row<Program, Storage, Real>(g, acc, m, begin, step, sums, typename Program::Loads{}, typename Program::Sinks{},
+                                  std::make_index_sequence<Program::Loads::size>{}, std::make_index_sequence<Program::Sinks::size>{});
+}
+
+// Calls f(sink number) for each RowPartial of the program; the whole row is one tile here.
+template <class F, class... Sinks, std::size_t... kS>
+CODA_HD void for_row_partials(List<Sinks...>, std::index_sequence<kS...>, F f) {
+  ((std::is_same_v<Sinks, RowPartial> ? f(kS) : void()), ...);
+}
+template <class Program, class F>
+CODA_HD void for_row_partials(F f) {
+  for_row_partials(typename Program::Sinks{}, std::make_index_sequence<Program::Sinks::size>{}, f);
 }
 
 }  // namespace detail
 
-// Applies Program to rows [begin, end) of the accumulators, which are [g.m, g.n] and contiguous. Storage is the tensors' element type.
+// Applies Program to the rows of groups [begin, end) of kGroupRows each of the accumulators, which are [g.m, g.n] and contiguous. Storage is
+// the tensors' element type.
 template <class Program, class Storage, class Real>
 void run(GemmArguments const& g, Real const* acc, std::int64_t begin, std::int64_t end) {
-  using Loads = typename Program::Loads;
-  using Sinks = typename Program::Sinks;
-  for (std::int64_t m = begin; m < end; ++m)
-    detail::run_row<Program, Storage, Real>(g, acc + m * g.n, m, Loads{}, Sinks{}, std::make_index_sequence<Loads::size>{},
-                                            std::make_index_sequence<Sinks::size>{});
+  for (std::int64_t m = begin * kGroupRows; m < end * kGroupRows && m < g.m; ++m) {
+    double sums[Program::Sinks::size] = {};
+    detail::run_row<Program, Storage, Real>(g, acc + m * g.n, m, 0, 1, sums);
+    detail::for_row_partials<Program>([&](std::size_t s) { static_cast<Real*>(g.sinks[s].data)[m] = static_cast<Real>(sums[s]); });
+  }
 }
 
 }  // namespace coda::host

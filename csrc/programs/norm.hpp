@@ -1,10 +1,15 @@
-// The scalar formulas of RMSNorm, shared by the row kernels of csrc/reduce and their CPU twins in csrc/host.
+// RMSNorm around matrix products: the statistics where x is made, the scale where it is used, and the gradient where dn = dz W is made.
+// (Zhang and Sennrich, arXiv:1910.07467.)
 //
 //   rstd = rsqrt(mean(x^2) + eps),  h = x gamma,  y = rstd (h W^T)
 //   with dz = rstd dy, dn = dz W and S = sum_n(dy y):  dx = gamma dn - (rstd^2 S / D) x,  dgamma = sum_rows(dn x)
+//
+// The scalar formulas are shared with the row kernels of csrc/reduce.
 #pragma once
 
 #include "coda/functions.hpp"
+#include "coda/loads.hpp"
+#include "coda/sinks.hpp"
 
 namespace coda {
 
@@ -23,5 +28,53 @@ template <class Real>
 CODA_HD Real norm_dx(Real dn, Real x, Real gamma, Real correction) {
   return gamma * dn - correction * x;
 }
+
+// y = rstd acc + bias
+struct RstdLinear {
+  static constexpr int kColumns = 1;
+  using Loads = List<ColVector<>, RowVector<>>;
+  using Sinks = List<TileStore>;
+  enum In { kRstd, kBias };
+
+  template <class Storage, class Real>
+  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[2], Real (&out)[1]) {
+    out[0] = in[kRstd] * acc[0] + in[kBias];
+  }
+};
+
+// x' = residual + acc + bias,  h = x' gamma, and per row the sum of x'^2. Both use x' as it is stored, so that the statistics are a function
+// of the stored tensor alone.
+struct ResidualSqsum {
+  static constexpr int kColumns = 1;
+  using Loads = List<TileLoad, RowVector<>, RowVector<1>>;
+  using Sinks = List<TileStore, TileStore, RowPartial>;
+  enum In { kResidual, kBias, kGamma };
+  enum Out { kSum, kScaled, kSquares };
+
+  template <class Storage, class Real>
+  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[3], Real (&out)[3]) {
+    Real const x = Real(Storage(acc[0] + in[kBias] + in[kResidual]));
+    out[kSum] = x;
+    out[kScaled] = x * in[kGamma];
+    out[kSquares] = x * x;
+  }
+};
+
+// acc = dn. dx = incoming + gamma acc - correction x; also h = x gamma, which the weight gradient reads and the forward did not keep, and per
+// column the sum of acc x. Incoming is the gradient that arrives on the residual stream; it may be absent.
+struct NormBackward {
+  static constexpr int kColumns = 1;
+  using Loads = List<TileLoad, TileLoad, RowVector<1>, ColVector<0>>;
+  using Sinks = List<TileStore, TileStore, ColPartial>;
+  enum In { kIncoming, kX, kGamma, kCorrection };
+  enum Out { kDx, kScaled, kDgamma };
+
+  template <class Storage, class Real>
+  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[4], Real (&out)[3]) {
+    out[kDx] = in[kIncoming] + norm_dx(acc[0], in[kX], in[kGamma], in[kCorrection]);
+    out[kScaled] = in[kX] * in[kGamma];
+    out[kDgamma] = acc[0] * in[kX];
+  }
+};
 
 }  // namespace coda

@@ -1,5 +1,3 @@
-#include "reduce/reduce.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
@@ -8,6 +6,8 @@
 
 #include "coda/dispatch.hpp"
 #include "programs/norm.hpp"
+#include "reduce/reduce.h"
+#include "reduce/vector.cuh"
 
 namespace coda::reduce {
 namespace {
@@ -15,11 +15,6 @@ namespace {
 // A thread owns kVector neighbouring columns at a time, whatever the alignment, so that sums have one order and the same values give the
 // same bits in any memory. Aligned rows are read and written 16 bytes at once, others element by element.
 constexpr int kVector = 8;
-
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Pack {
-  T values[kCount];
-};
 
 // `count`: how many of the kVector columns exist; the others read as zero.
 template <bool kAligned, class T>
@@ -76,72 +71,38 @@ __global__ void __launch_bounds__(kRowThreads) row_stats_kernel(RowStats p) {
       store<kAligned>(h + d, p.d - d, v);
     }
   }
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-  __shared__ float warps[kRowThreads / 32];
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 1; w < kRowThreads / 32; ++w) sum += warps[w];
-    p.rstd[row] = rstd_from_sum(sum, float(p.d), p.eps);
-  }
+  sum = block_sum<kRowThreads>(sum);
+  if (threadIdx.x == 0) p.rstd[row] = rstd_from_sum(sum, float(p.d), p.eps);
 }
 
-constexpr int kColumnLanes = 32, kRowLanes = 8;
-
-// A block covers kColumnLanes vectors of columns and one chunk of rows; each thread walks every kRowLanes-th row of the chunk.
-template <class T, class W, bool kAligned>
-__global__ void __launch_bounds__(kColumnLanes* kRowLanes) norm_backward_kernel(NormBackward p, std::int64_t rows_per_chunk) {
-  std::int64_t const column = (std::int64_t(blockIdx.x) * kColumnLanes + threadIdx.x) * kVector;
-  bool const inside = column < p.d;
-  float g[kVector] = {}, sum[kVector] = {};
-  if (inside && p.dx != nullptr) load<kAligned>(static_cast<W const*>(p.gamma) + column, p.d - column, g);
-  std::int64_t const begin = blockIdx.y * rows_per_chunk, end = begin + rows_per_chunk < p.m ? begin + rows_per_chunk : p.m;
-  if (inside) {
-    for (std::int64_t row = begin + threadIdx.y; row < end; row += kRowLanes) {
-      float dn[kVector], x[kVector];
-      load<kAligned>(static_cast<T const*>(p.dn) + row * p.d + column, p.d - column, dn);
-      load<kAligned>(static_cast<T const*>(p.x) + row * p.x_ld + column, p.d - column, x);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sum[i] += dn[i] * x[i];
-      if (p.dx != nullptr) {
-        float const correction = norm_correction(p.rstd[row], p.row_dot[row], float(p.d));
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) dn[i] = norm_dx(dn[i], x[i], g[i], correction);
-        store<kAligned>(static_cast<T*>(p.dx) + row * p.d + column, p.d - column, dn);
-      }
-    }
-  }
-  if (p.dgamma == nullptr) return;
-  __shared__ float lanes[kRowLanes][kColumnLanes * kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) lanes[threadIdx.y][threadIdx.x * kVector + i] = sum[i];
-  __syncthreads();
-  int const tid = threadIdx.y * kColumnLanes + threadIdx.x;
-  if (tid < kColumnLanes * kVector) {
-    float total = 0;
-#pragma unroll
-    for (int r = 0; r < kRowLanes; ++r) total += lanes[r][tid];
-    std::int64_t const d = std::int64_t(blockIdx.x) * kColumnLanes * kVector + tid;
-    if (d < p.d) p.partials[blockIdx.y * p.d + d] = total;
-  }
-}
-
-template <class W>
-__global__ void sum_column_partials_kernel(float const* partials, std::int64_t chunks, std::int64_t d, W* out) {
-  std::int64_t const column = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (column >= d) return;
-  float sum = 0;
-  for (std::int64_t c = 0; c < chunks; ++c) sum += partials[c * d + column];
-  out[column] = W(sum);
-}
-
-__global__ void sum_row_partials_kernel(float const* partials, std::int64_t ld, std::int64_t tiles, std::int64_t m, float* out) {
+__global__ void finish_rows_kernel(RowFinish p) {
   std::int64_t const row = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row >= m) return;
+  if (row >= p.m) return;
   float sum = 0;
-  for (std::int64_t t = 0; t < tiles; ++t) sum += partials[t * ld + row];
-  out[row] = sum;
+#pragma unroll 8
+  for (std::int64_t t = 0; t < p.tiles; ++t) sum += p.partials[t * p.ld + row];
+  p.out[row] = p.function == RowFinish::kRstd ? rstd_from_sum(sum, p.width, p.eps)
+                                              : norm_correction(p.rstd == nullptr ? 1.0f : p.rstd[row], sum, p.width);
+}
+
+constexpr int kColumnLanes = 32, kGroupLanes = 32;
+
+// A block sums kColumnLanes columns; lane g of a column takes the groups g, g + kGroupLanes, ... in turn, then the lanes are added in order.
+template <class T>
+__global__ void __launch_bounds__(kColumnLanes* kGroupLanes)
+    sum_groups_kernel(float const* partials, std::int64_t ld, std::int64_t groups, std::int64_t n, T* out) {
+  std::int64_t const column = std::int64_t(blockIdx.x) * kColumnLanes + threadIdx.x;
+  float sum = 0;
+  if (column < n) {
+#pragma unroll 4
+    for (std::int64_t g = threadIdx.y; g < groups; g += kGroupLanes) sum += partials[g * ld + column];
+  }
+  __shared__ float lanes[kGroupLanes][kColumnLanes];
+  lanes[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= n) return;
+  for (int g = 1; g < kGroupLanes; ++g) sum += lanes[g][threadIdx.x];
+  out[column] = T(sum);
 }
 
 // Calls f(T{}, W{}, bool constant kAligned) for the run-time types.
@@ -180,29 +141,19 @@ LaunchStatus row_stats(RowStats const& args, void* stream) {
   });
 }
 
-std::int64_t norm_backward_chunks(std::int64_t m, std::int64_t d) {
-  // About a thousand blocks fill any current GPU a few times; fewer rows than kRowLanes in a chunk would leave threads idle.
-  std::int64_t const strips = ceil_div(d, kColumnLanes * kVector), most = ceil_div(m, kRowLanes), wanted = ceil_div(1024, strips);
-  return most < wanted ? most : wanted;
+LaunchStatus finish_rows(RowFinish const& args, void* stream) {
+  finish_rows_kernel<<<unsigned(ceil_div(args.m, 64)), 64, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  return launched("finish_rows");
 }
 
-LaunchStatus norm_backward(NormBackward const& args, void* stream) {
-  bool const vector = args.d % 8 == 0 && args.x_ld % 8 == 0 && is_aligned(args.x) && is_aligned(args.gamma) && is_aligned(args.dn) && is_aligned(args.dx);
-  std::int64_t const chunks = norm_backward_chunks(args.m, args.d);
-  cudaStream_t const s = static_cast<cudaStream_t>(stream);
-  return with_types(args.dtype, args.weight_dtype, vector, [&](auto t, auto w, auto aligned) -> LaunchStatus {
-    using W = decltype(w);
-    dim3 const grid(unsigned(ceil_div(args.d, kColumnLanes * kVector)), unsigned(chunks));
-    norm_backward_kernel<decltype(t), W, decltype(aligned)::value><<<grid, dim3(kColumnLanes, kRowLanes), 0, s>>>(args, ceil_div(args.m, chunks));
-    if (auto status = launched("norm_backward"); !status.ok() || args.dgamma == nullptr) return status;
-    sum_column_partials_kernel<<<unsigned(ceil_div(args.d, 128)), 128, 0, s>>>(args.partials, chunks, args.d, static_cast<W*>(args.dgamma));
-    return launched("sum_column_partials");
-  });
-}
-
-LaunchStatus sum_row_partials(float const* partials, std::int64_t ld, std::int64_t tiles, std::int64_t m, float* out, void* stream) {
-  sum_row_partials_kernel<<<unsigned(ceil_div(m, 128)), 128, 0, static_cast<cudaStream_t>(stream)>>>(partials, ld, tiles, m, out);
-  return launched("sum_row_partials");
+LaunchStatus sum_groups(float const* partials, std::int64_t ld, std::int64_t groups, std::int64_t n, DType dtype, void* out, void* stream) {
+  auto const run = [&](auto t) {
+    using T = decltype(t);
+    sum_groups_kernel<T><<<unsigned(ceil_div(n, kColumnLanes)), dim3(kColumnLanes, kGroupLanes), 0, static_cast<cudaStream_t>(stream)>>>(
+        partials, ld, groups, n, static_cast<T*>(out));
+    return launched("sum_groups");
+  };
+  return dtype == DType::kFp32 ? run(float()) : dtype == DType::kBf16 ? run(__nv_bfloat16()) : run(__half());
 }
 
 }  // namespace coda::reduce

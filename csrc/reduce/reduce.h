@@ -1,5 +1,5 @@
-// The kernels that are not GEMMs: row statistics, the elementwise end of the norm's backward, and the finalisers of partial sums. Every
-// sum has a fixed order that depends on the shape alone. Free of torch; csrc/host/reduce.hpp has the CPU twins.
+// The kernels that are not GEMMs: row statistics, the finalisers of partial sums, rotary embedding behind attention's backward, and programs
+// without a product. Every sum has a fixed order that depends on the shape alone. Free of torch; csrc/host/reduce.hpp has the CPU twins.
 #pragma once
 
 #include <cstdint>
@@ -24,24 +24,60 @@ struct RowStats {
 };
 LaunchStatus row_stats(RowStats const& args, void* stream);
 
-// dx = gamma dn - (rstd^2 S / d) x and dgamma = sum_rows(dn x); see programs/norm.hpp. dn and dx are contiguous.
-struct NormBackward {
-  DType dtype, weight_dtype;
-  std::int64_t m, d;
-  void const* dn;
-  void const* x;
-  std::int64_t x_ld;
-  void const* gamma;
-  float const* rstd;
-  float const* row_dot;  // S
-  void* dx;              // null: not wanted
-  void* dgamma;          // null: not wanted
-  float* partials;       // [norm_backward_chunks(m, d), d] if dgamma is wanted
+// Finishes the RowPartial sink: out[m] = f(sum_t partials[t, m]), t ascending.
+struct RowFinish {
+  enum Function {
+    kRstd,        // rsqrt(sum / width + eps)
+    kCorrection,  // rstd^2 sum / width, see programs/norm.hpp
+  };
+  Function function;
+  float const* partials;
+  std::int64_t ld, tiles, m;
+  float const* rstd;  // null: ones
+  float width, eps;
+  float* out;
 };
-std::int64_t norm_backward_chunks(std::int64_t m, std::int64_t d);
-LaunchStatus norm_backward(NormBackward const& args, void* stream);
+LaunchStatus finish_rows(RowFinish const& args, void* stream);
 
-// out[m] = sum_t partials[t, m], t ascending. The finaliser of the RowPartial sink.
-LaunchStatus sum_row_partials(float const* partials, std::int64_t ld, std::int64_t tiles, std::int64_t m, float* out, void* stream);
+// Finishes the ColPartial sink: out[n] = sum_g partials[g, n], in an order that depends on the number of groups alone.
+LaunchStatus sum_groups(float const* partials, std::int64_t ld, std::int64_t groups, std::int64_t n, DType dtype, void* out, void* stream);
+
+// Rotary embedding of whole rows, where it cannot be part of a GEMM's epilogue.
+struct Rope {
+  struct Gradient {  // of the heads of q, k or v: [batch, sequence, heads, head_dim] of any strides but 1 within a head
+    void const* data;
+    std::int64_t batch_stride, sequence_stride, head_stride;
+    std::int64_t columns;  // heads * head_dim
+  };
+  DType dtype;  // of y, out and the gradients: bf16 or fp16
+  std::int64_t m, n;
+  void const* y;  // [m, n]: the rotated columns of q, k and v, behind each other
+  std::int64_t y_ld;
+  void const* cos;
+  std::int64_t cos_ld;
+  void const* sin;
+  std::int64_t sin_ld;
+  bool wide_tables;  // fp32, else dtype
+  bool interleaved;
+  Rotation rotation;
+  void* out;  // [m, n]
+  std::int64_t out_ld;
+  // For the backward:
+  Gradient gradients[3];
+  std::int64_t sequence;
+  float const* rstd;  // null: ones
+  void const* bias;   // null: none
+  bool wide_bias;
+  float width;
+  float* correction;
+};
+// out = rstd times dy rotated back;  correction = rstd^2 S / width with S = sum_n(dy y), without the bias's part of y.
+LaunchStatus rope_backward(Rope const& args, void* stream);
+// out = y rotated; out may be y.
+LaunchStatus rope_in_place(Rope const& args, void* stream);
+
+// Runs a program without a product: the accumulator is the tile g.a, in the storage type. Partials as on the CPU back end: one tile a row, one
+// group for every host::kGroupRows rows. For the programs that calls.cpp uses so.
+LaunchStatus pointwise(char const* program, DType dtype, GemmArguments const& g);
 
 }  // namespace coda::reduce

@@ -1,11 +1,8 @@
 // Drives any epilogue program inside CUTLASS's SM90 TMA epilogue, as one flat visitor node.
 //
 // CUTLASS calls visit(acc, ...) with a thread's values of one subtile. The node visits the loads, applies the program to every value (or
-// pair), and hands the results to the sinks. What maps to what:
-//   first TileLoad     the collective's own C operand (so that kReuseSource can apply)
-//   other TileLoads    Sm90AuxLoad                RowVector, ColVector   Sm90RowBroadcast, Sm90ColBroadcast
-//   first TileStore    the collective's D         other TileStores       Sm90AuxStore
-//   HalfTileStore      HalfTileNode               RowPartial             Sm90ColReduction (it reduces along N), no final reduction
+// pair), and hands the results to the sinks. The first TileLoad is the collective's own C operand (so that kReuseSource can apply), the first
+// TileStore its D; everything else has a node of its own (nodes.hpp).
 #pragma once
 
 #include "coda/layouts.hpp"
@@ -21,15 +18,13 @@ namespace coda::sm90 {
 using StrideRow = Stride<int64_t, _1, int64_t>;                                   // [rows, columns], columns contiguous
 using StridePaired = Stride<int64_t, Stride<_1, int64_t, _8>, int64_t>;           // the same with N mode (8, 2, F/8)
 
-// Tile shapes of a kernel. `Flat` ones describe the same tile without the nested N mode, for nodes that only count columns.
-template <class Config, int kColumns>
+// Tile shapes of a kernel. A kHalves program has the nested N mode of layouts.hpp.
+template <class Config, Pairing kPairing>
 struct Tiles {
-  static constexpr bool kPaired = kColumns == 2;
-  static_assert(kColumns == 1 || kColumns == 2, "a program sees one accumulator value or one pair");
+  static constexpr bool kPaired = kPairing == Pairing::kHalves;
   template <int kN>
   using ModeN = cute::conditional_t<kPaired, Shape<_8, _2, Int<kN / 16>>, Int<kN>>;
   using Cta = Shape<Int<Config::kTileM>, ModeN<Config::kTileN>, Int<Config::kTileK>>;
-  using FlatCta = Shape<Int<Config::kTileM>, Int<Config::kTileN>, Int<Config::kTileK>>;
   using Epilogue = Shape<Int<Config::kEpilogueM>, ModeN<Config::kEpilogueN>>;
   using StrideD = cute::conditional_t<kPaired, StridePaired, StrideRow>;
 };
@@ -38,17 +33,36 @@ namespace detail {
 
 namespace collective = cutlass::epilogue::collective::detail;
 
-template <class Element, class Stored_>
-using Resolve = cute::conditional_t<cute::is_same_v<Element, Stored>, Stored_, float>;
+// The shared memory of a full-width tile of a pairwise program: the first halves of all columns, then the second halves, so that a row of
+// either is contiguous. In the accumulator's own order a bulk store would write the two halves in pieces of 16 bytes.
+template <class Config, class Element>
+struct PairedTile {
+  static constexpr int kRowBytes = Config::kEpilogueN / 2 * int(sizeof(Element));
+  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128, "a row of half a subtile must be one swizzle period");
+  using RowSwizzle = Swizzle<kRowBytes == 32 ? 1 : kRowBytes == 64 ? 2 : 3, 4, 3>;
+  using Atom = ComposedLayout<RowSwizzle, smem_ptr_flag_bits<cutlass::sizeof_bits_v<Element>>,
+                              cute::Layout<Shape<Int<Config::kEpilogueM>, Shape<_8, _2, Int<Config::kEpilogueN / 16>>>,
+                                           Stride<Int<Config::kEpilogueN / 2>, Stride<_1, Int<Config::kEpilogueM * Config::kEpilogueN / 2>, _8>>>>;
+};
+template <class Config, class Element, class FlatAtom, bool kPaired>
+struct TileAtom {
+  using type = FlatAtom;
+};
+template <class Config, class Element, class FlatAtom>
+struct TileAtom<Config, Element, FlatAtom, true> {
+  using type = typename PairedTile<Config, Element>::Atom;
+};
 
-template <class Config, class Program, class Element_>
+template <class Config_, class Program, class Element_>
 struct Context {
-  using Tile = Tiles<Config, Program::kColumns>;
+  using Config = Config_;
+  static constexpr int kColumns = Program::kColumns;
+  static constexpr Pairing kPairing = kPairingOf<Program>;
+  using Tile = Tiles<Config, kPairing>;
   using Element = Element_;
   using EpilogueTile = typename Tile::Epilogue;  // the names that CUTLASS's Aux*Descriptor expect
   static constexpr int StagesC = Config::kStagesLoad;
   static constexpr int StagesD = Config::kStagesStore;
-  static constexpr int kColumns = Program::kColumns;
 };
 
 // --- loads -----------------------------------------------------------------------------------------------------------------------
@@ -58,72 +72,69 @@ struct LoadNode;
 template <class Context, bool kFirstTile>
 struct LoadNode<Context, Scalar, kFirstTile> {
   using Node = ScalarNode;
-  static typename Node::Arguments arguments(Resource const& r) { return {float(r.value)}; }
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {float(r.value)}; }
 };
 
-template <class Context, class Element, int kAbsent, bool kFirstTile>
-struct LoadNode<Context, RowVector<Element, kAbsent>, kFirstTile> {
-  static_assert(Context::kColumns == 1, "a row vector for a pairwise program needs a node that knows the nested N mode");
-  using Input = Resolve<Element, typename Context::Element>;
-  using Node = fusion::Sm90RowBroadcast<0, typename Context::Tile::FlatCta, Input, float, Stride<_0, _1, int64_t>>;
-  static typename Node::Arguments arguments(Resource const& r) { return {static_cast<Input const*>(r.data), Input(float(kAbsent)), {}}; }
+template <class Context, int kAbsent, bool kFirstTile>
+struct LoadNode<Context, RowVector<kAbsent>, kFirstTile> {
+  using Node = RowVectorNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.fp32, r.pair_stride}; }
 };
 
-template <class Context, class Element, int kAbsent, bool kFirstTile>
-struct LoadNode<Context, ColVector<Element, kAbsent>, kFirstTile> {
-  using Input = Resolve<Element, typename Context::Element>;
-  using Node = fusion::Sm90ColBroadcast<0, typename Context::Tile::FlatCta, Input, float, Stride<_1, _0, int64_t>>;
-  static typename Node::Arguments arguments(Resource const& r) { return {static_cast<Input const*>(r.data), Input(float(kAbsent)), {}}; }
+template <class Context, int kAbsent, bool kFirstTile>
+struct LoadNode<Context, ColVector<kAbsent>, kFirstTile> {
+  using Node = ColVectorNode<typename Context::Config, Context::kPairing, kAbsent>;
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, true, 0}; }
+};
+
+template <class Context, int kAbsent, bool kFirstTile>
+struct LoadNode<Context, TableRow<kAbsent>, kFirstTile> {
+  using Node = TableNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const& g) { return {r.data, r.ld, r.fp32, g.rotation}; }
 };
 
 template <class Context>
 struct LoadNode<Context, TileLoad, true> {
-  using Node = fusion::Sm90SrcFetch<typename Context::Element>;
-  static typename Node::Arguments arguments(Resource const&) { return {}; }
+  using Node = SourceNode<typename Context::Element>;
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data != nullptr}; }
 };
 
 template <class Context>
 struct LoadNode<Context, TileLoad, false> {
-  static_assert(Context::kColumns == 1, "only the first tile of a pairwise program can be loaded");
-  using Element = typename Context::Element;
-  using Descriptor = collective::AuxLoadDescriptor<Context, StrideRow, Element>;
-  using Node = fusion::Sm90AuxLoad<Descriptor::Stages, typename Context::EpilogueTile, Element, StrideRow, typename Descriptor::SmemLayoutAtom,
-                                   typename Descriptor::CopyOpS2R, 8, /*EnableNullptr=*/false>;
-  static typename Node::Arguments arguments(Resource const& r) {
-    return {static_cast<Element const*>(r.data), Element(0), {r.ld, _1{}, 0}};
-  }
+  static_assert(Context::kPairing != Pairing::kHalves, "only the first tile of a program over two halves can be loaded");
+  using Node = TileLoadNode<typename Context::Config, typename Context::Element>;
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.ld}; }
 };
 
 // --- sinks -----------------------------------------------------------------------------------------------------------------------
-template <class Config, class Context, class Sink>
+template <class Context, class Sink>
 struct SinkNode;
 
-template <class Config, class Context>
-struct SinkNode<Config, Context, TileStore> {
-  static_assert(Context::kColumns == 1, "a pairwise program stores one full-width tile at most");
-  using Element = typename Context::Element;
-  using Descriptor = collective::AuxStoreDescriptor<Context, StrideRow, Element>;
-  using Node = fusion::Sm90AuxStore<Descriptor::Stages, typename Context::EpilogueTile, Element, cutlass::FloatRoundStyle::round_to_nearest,
-                                    StrideRow, typename Descriptor::SmemLayoutAtom, typename Descriptor::CopyOpR2S, 8, /*EnableNullptr=*/false>;
-  static typename Node::Arguments arguments(Resource const& r) { return {static_cast<Element*>(r.data), {r.ld, _1{}, 0}}; }
+template <class Context>
+struct SinkNode<Context, TileStore> {
+  static_assert(Context::kPairing == Pairing::kNone, "a pairwise program stores one full-width tile at most");
+  using Node = TileStoreNode<typename Context::Config, typename Context::Element, false>;
+  static typename Node::Arguments arguments(Resource const& r) { return {r.data, r.ld}; }
 };
 
-template <class Config, class Context>
-struct SinkNode<Config, Context, HalfTileStore> {
-  static_assert(Context::kColumns == 2, "half-width stores belong to pairwise programs");
-  using Node = HalfTileNode<Config, typename Context::Element>;
-  static typename Node::Arguments arguments(Resource const& r) {
-    return {static_cast<typename Context::Element*>(r.data), {r.ld, _1{}, 0}};
-  }
+template <class Context>
+struct SinkNode<Context, HalfTileStore> {
+  static_assert(Context::kPairing == Pairing::kHalves, "half-width stores belong to programs over two halves");
+  using Node = TileStoreNode<typename Context::Config, typename Context::Element, true>;
+  static typename Node::Arguments arguments(Resource const& r) { return {r.data, r.ld}; }
 };
 
-template <class Config, class Context>
-struct SinkNode<Config, Context, RowPartial> {
-  static_assert(Context::kColumns == 1, "Sm90ColReduction does not know the nested N mode");
-  using Node = fusion::Sm90ColReduction<cutlass::plus, cutlass::plus, cutlass::plus, 0, typename Context::Tile::FlatCta, float, float,
-                                        cutlass::FloatRoundStyle::round_to_nearest, Stride<_1, _0, _0>, 4, /*EnableNullptr=*/false,
-                                        /*FinalReduction=*/false, /*VisitCheckOOB=*/true>;
-  static typename Node::Arguments arguments(Resource const& r) { return {r.data, 0.0f, {}}; }
+template <class Context>
+struct SinkNode<Context, RowPartial> {
+  using Node = RowPartialNode<typename Context::Config, Context::kPairing>;
+  static typename Node::Arguments arguments(Resource const& r) { return {static_cast<float*>(r.data), r.ld}; }
+};
+
+template <class Context>
+struct SinkNode<Context, ColPartial> {
+  static_assert(Context::kPairing == Pairing::kNone, "column partials of pairs have no node");
+  using Node = ColPartialNode<typename Context::Config>;
+  static typename Node::Arguments arguments(Resource const& r) { return {static_cast<float*>(r.data), r.ld}; }
 };
 
 // --- positions -------------------------------------------------------------------------------------------------------------------
@@ -163,6 +174,7 @@ struct Epilogue {
   using Context = detail::Context<Config, Program, Element>;
   using Tile = typename Context::Tile;
   static constexpr int kColumns = Program::kColumns;
+  static constexpr Pairing kPairing = kPairingOf<Program>;
   static constexpr int kSource = detail::find_first<TileLoad>(Loads{});   // the load that is the collective's C, or -1
   static constexpr int kMain = detail::find_first<TileStore>(Sinks{});    // the sink that is the collective's D, or -1
   static constexpr int kInputs = InputSlots<Program>::count;
@@ -174,7 +186,7 @@ struct Epilogue {
   template <int kIndex>
   using LoadAt = detail::LoadNode<Context, typename detail::At<kIndex, Loads>::type, kIndex == kSource>;
   template <int kIndex>
-  using SinkAt = detail::SinkNode<Config, Context, typename detail::At<kIndex, Sinks>::type>;
+  using SinkAt = detail::SinkNode<Context, typename detail::At<kIndex, Sinks>::type>;
 
   template <class L, class S>
   struct ImplOf;
@@ -182,7 +194,7 @@ struct Epilogue {
   struct ImplOf<cute::seq<kL...>, cute::seq<kS...>> {
     using type = fusion::Sm90VisitorImpl<typename LoadAt<kL>::Node..., typename SinkAt<kS>::Node...>;
     static typename type::Arguments arguments(GemmArguments const& g) {
-      return {LoadAt<kL>::arguments(g.loads[kL])..., SinkAt<kS>::arguments(g.sinks[kS])...};
+      return {LoadAt<kL>::arguments(g.loads[kL], g)..., SinkAt<kS>::arguments(g.sinks[kS])...};
     }
   };
   using ImplTraits = ImplOf<LoadIndices, SinkIndices>;
@@ -203,6 +215,7 @@ struct Epilogue {
       template <class Acc, int kFragment>
       CUTLASS_DEVICE Array<Element, kFragment> visit(Array<Acc, kFragment> const& acc, int epi_v, int epi_m, int epi_n) {
         static_assert(kColumns == 1 || kFragment % 8 == 0, "a fragment must hold whole pairs of atoms");
+        static_assert(kPairing != Pairing::kHeadHalves || kFragment == Config::kEpilogueN / 2, "a fragment must cover its subtile");
         constexpr int kGroups = kFragment / kColumns;
         Array<float, kFragment> loaded[Loads::size];
         cute::for_each(LoadIndices{}, [&](auto i) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -213,7 +226,7 @@ struct Epilogue {
         Array<float, kGroups> results[kOutputs];
         CUTLASS_PRAGMA_UNROLL
         for (int group = 0; group < kGroups; ++group) {
-          int const index[2] = {kColumns == 1 ? group : paired_index(group, 0), kColumns == 1 ? group : paired_index(group, 1)};
+          int const index[2] = {fragment_index<kPairing, kFragment>(group, 0), fragment_index<kPairing, kFragment>(group, 1)};
           float a[kColumns], in[kInputs == 0 ? 1 : kInputs], out[kOutputs];
           CUTLASS_PRAGMA_UNROLL
           for (int c = 0; c < kColumns; ++c) a[c] = acc[index[c]];
@@ -228,14 +241,8 @@ struct Epilogue {
 
         cute::for_each(cute::make_seq<SinkIndices::size()>{}, [&](auto position) CUTLASS_LAMBDA_FUNC_INLINE {
           constexpr int kSink = decltype(detail_sink(position))::value;
-          using Sink = typename detail::At<kSink, Sinks>::type;
           auto& node = get<Loads::size + position>(callbacks_tuple);
-          auto const& values = results[OutputSlots<Program>::offset(kSink)];
-          if constexpr (cute::is_same_v<Sink, HalfTileStore>) {
-            node.put(values, epi_v);
-          } else {
-            node.visit(acc, epi_v, epi_m, epi_n, values);
-          }
+          node.put(results[OutputSlots<Program>::offset(kSink)], epi_v, epi_m, epi_n);
         });
 
         Array<float, kFragment> main;
@@ -244,7 +251,7 @@ struct Epilogue {
           CUTLASS_PRAGMA_UNROLL
           for (int group = 0; group < kGroups; ++group) {
             CUTLASS_PRAGMA_UNROLL
-            for (int c = 0; c < kColumns; ++c) main[kColumns == 1 ? group : paired_index(group, c)] = results[kSlot + c][group];
+            for (int c = 0; c < kColumns; ++c) main[fragment_index<kPairing, kFragment>(group, c)] = results[kSlot + c][group];
           }
         } else {
           main.clear();
@@ -279,10 +286,11 @@ struct Epilogue {
   using StrideD = typename Tile::StrideD;
   using Load = detail::collective::AuxLoadDescriptor<Context, StrideRow, Element>;
   using Store = detail::collective::AuxStoreDescriptor<Context, StrideD, Element>;
+  using SmemAtom = typename detail::TileAtom<Config, Element, typename Store::SmemLayoutAtom, Tile::kPaired>::type;
   using Collective = cutlass::epilogue::collective::CollectiveEpilogue<
       Policy, typename Tile::Cta, typename Tile::Epilogue, cute::conditional_t<(kSource >= 0), Element, void>, StrideD,
-      cute::conditional_t<(kMain >= 0), Element, void>, StrideD, Visitor, SM90_TMA_LOAD, typename Store::SmemLayoutAtom,
-      cute::conditional_t<kColumns == 1, typename Load::CopyOpS2R, SM75_U32x4_LDSM_N>, SM90_TMA_STORE, typename Store::SmemLayoutAtom,
+      cute::conditional_t<(kMain >= 0), Element, void>, StrideD, Visitor, SM90_TMA_LOAD, SmemAtom,
+      cute::conditional_t<kColumns == 1, typename Load::CopyOpS2R, SM75_U32x4_LDSM_N>, SM90_TMA_STORE, SmemAtom,
       typename Store::CopyOpR2S, Copy_Atom<SM90_U32x4_STSM_N, cutlass::half_t>, void>;
 
   static StrideD stride(Resource const& r) {

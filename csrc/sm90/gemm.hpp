@@ -16,8 +16,8 @@ namespace coda::sm90 {
 
 template <class Program, class Config, class Element, Layout kLayout, int kSwizzle, int kRaster>
 struct Gemm {
-  static constexpr bool kPaired = Program::kColumns == 2;
-  static_assert(!kPaired || kLayout == Layout::kTN, "pairwise programs read K-major weights");
+  static constexpr bool kPaired = kPairingOf<Program> == Pairing::kHalves;
+  static_assert(!kPaired || kLayout == Layout::kTN, "programs over two halves read K-major weights");
 
   using StrideColumn = Stride<_1, int64_t, int64_t>;
   using StridePairedB = Stride<Stride<int64_t, int64_t, int64_t>, _1, int64_t>;
@@ -43,15 +43,14 @@ struct Gemm {
   static constexpr int kThreads = static_cast<int>(Kernel::MaxThreadsPerBlock);
 
   static LaunchStatus launch(GemmArguments const& g) {
-    int const m = int(g.m), k = int(g.k);
     cudaStream_t const stream = static_cast<cudaStream_t>(g.stream);
 
     typename Device::Arguments args{};
     args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     if constexpr (kPaired) {
-      args.problem_shape = {m, PairedShapeN{_8{}, _2{}, int(g.n / 16)}, k, 1};
+      args.problem_shape = {int(g.m), PairedShapeN{_8{}, _2{}, int(g.n / 16)}, int(g.k), 1};
     } else {
-      args.problem_shape = {m, int(g.n), k, 1};
+      args.problem_shape = {int(g.m), int(g.n), int(g.k), 1};
     }
     args.mainloop.ptr_A = static_cast<Element const*>(g.a.data);
     if constexpr (kLayout == Layout::kNT) {
@@ -93,7 +92,8 @@ struct Gemm {
 template <class G, class Program, class Config>
 constexpr KernelInfo describe(char const* key, char const* program, char const* layout, char const* dtype, double rate) {
   return {key, program, "sm90", layout, dtype, Config::kTileM, Config::kTileN, Config::kTileK, Config::kClusterM, Config::kClusterN,
-          G::kStages, G::kSharedMemory, G::kThreads, Program::kColumns, 8, rate, &G::launch};
+          G::kStages, G::kSharedMemory, G::kThreads, G::kPaired ? 2 : 1,
+          kPairingOf<Program> == Pairing::kHeadHalves ? Config::kEpilogueN : 0, Config::kTileM / (Config::kEpilogueM / 16), 8, rate, &G::launch};
 }
 
 }  // namespace coda::sm90

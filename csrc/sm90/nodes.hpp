@@ -1,7 +1,12 @@
-// Visitor nodes for resources that CUTLASS has no node for. All of them obey CUTLASS's node protocol (see
+// Visitor nodes: one for each kind of load and sink. All of them obey CUTLASS's node protocol (see
 // cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp); NodeBase holds the parts of it that do nothing here.
+//
+// A thread's fragment of a subtile is fixed by the wgmma layout (coda/layouts.hpp), so nodes that move vectors or partial sums work out rows
+// and columns themselves instead of carrying coordinate tensors; tiles move by bulk copies through shared memory.
 #pragma once
 
+#include "coda/layouts.hpp"
+#include "coda/params.h"
 #include "cutlass/epilogue/fusion/sm90_visitor_load_tma_warpspecialized.hpp"
 #include "cutlass/epilogue/fusion/sm90_visitor_store_tma_warpspecialized.hpp"
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
@@ -36,16 +41,54 @@ struct NodeBase {
   }
 };
 
-// A number from the kernel's parameters.
-struct ScalarNode : NodeBase {
-  struct Arguments {
-    float value = 0;
-  };
-  using Params = Arguments;
+// A node whose arguments are its parameters.
+template <class Arguments_>
+struct PlainNode : NodeBase {
+  using Arguments = Arguments_;
+  using Params = Arguments_;
   template <class ProblemShape>
   static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
     return args;
   }
+};
+
+// The facts of one tile that vector nodes need.
+template <class Config, Pairing kPairing>
+struct TileGeometry {
+  static constexpr int kThreads = 2 * Config::kEpilogueM;  // consumers of a tile
+  static constexpr int kSubtilesM = Config::kTileM / Config::kEpilogueM;
+  static constexpr int kSubtilesN = Config::kTileN / Config::kEpilogueN;
+  static constexpr int kFragment = Config::kEpilogueN / 2;  // values a thread, a subtile
+  int thread, row, column, m, n;  // row, column: where the tile begins (columns of a half for kHalves); m, n: the matrix ends (likewise)
+
+  template <class Args>
+  CUTLASS_DEVICE explicit TileGeometry(Args const& args) : thread(args.thread_idx) {
+    auto const [M, N, K, L] = args.problem_shape_mnkl;
+    auto const [tile_m, tile_n, tile_k, tile_l] = args.tile_coord_mnkl;
+    m = int(M), row = int(tile_m) * Config::kTileM;
+    if constexpr (kPairing == Pairing::kHalves) {
+      // The N coordinate of a nested mode is (0, 0, tile): CUTLASS's scheduler counts tiles in the outermost mode.
+      n = int(size(N)) / 2, column = int(get<2>(tile_n)) * (Config::kTileN / 2);
+    } else {
+      n = int(N), column = int(tile_n) * Config::kTileN;
+    }
+  }
+  CUTLASS_DEVICE int row_of(int epi_m, int v) const { return row + epi_m * Config::kEpilogueM + fragment_row(thread, v); }
+  // The column of accumulator position `p` of the tile, and the half it belongs to (0 unless kHalves).
+  CUTLASS_DEVICE int column_at(int p) const { return column + (kPairing == Pairing::kHalves ? 8 * (p / 16) + p % 8 : p); }
+  CUTLASS_DEVICE static int half_at(int p) { return kPairing == Pairing::kHalves ? (p / 8) % 2 : 0; }
+  CUTLASS_DEVICE bool ragged_n() const { return column + Config::kTileN / (kPairing == Pairing::kHalves ? 2 : 1) > n; }
+  CUTLASS_DEVICE bool ragged_m() const { return row + Config::kTileM > m; }
+};
+
+// --- loads -----------------------------------------------------------------------------------------------------------------------
+
+struct ScalarArguments {
+  float value = 0;
+};
+
+// A number from the kernel's parameters.
+struct ScalarNode : PlainNode<ScalarArguments> {
   CUTLASS_HOST_DEVICE ScalarNode() {}
   CUTLASS_HOST_DEVICE ScalarNode(Params const& params, SharedStorage const&) : value(params.value) {}
   float value = 0;
@@ -66,98 +109,510 @@ struct ScalarNode : NodeBase {
   }
 };
 
-// The half-width output of a pairwise program. The epilogue runs over subtiles of kEpilogueM x (8, 2, kEpilogueN / 16); the value of a
-// pair belongs to the half-width tensor's subtile of kEpilogueM x kEpilogueN / 2 with the same subtile number, in standard fragment
-// order (layouts.hpp). So this is a plain auxiliary store, only with its own tile shapes.
-template <class Config, class Element>
-struct HalfTileNode : NodeBase {
-  static constexpr int kStages = Config::kStagesStore;
-  using EpilogueTile = Shape<Int<Config::kEpilogueM>, Int<Config::kEpilogueN / 2>>;
-  using CtaTile = Shape<Int<Config::kTileM>, Int<Config::kTileN / 2>>;
-  static_assert(Config::kEpilogueN % 32 == 0, "half a subtile is stored by stmatrix x4, which takes 16 columns");
+struct VectorArguments {
+  void const* data = nullptr;
+  bool wide = false;        // fp32, else the storage type
+  int64_t pair_stride = 0;  // kHalves: from the first half's first value to the second's
+};
 
-  using SmemAtom = decltype(cutlass::gemm::collective::detail::ss_smem_selector<GMMA::Major::K, Element, Int<Config::kEpilogueM>,
-                                                                                Int<Config::kEpilogueN / 2>>());
+// N values broadcast over rows: once a tile from global to shared memory, as fp32, and from there where they are used.
+template <class Config, Pairing kPairing, class Element, int kAbsent>
+struct RowVectorNode : PlainNode<VectorArguments> {
+  using Geometry = TileGeometry<Config, kPairing>;
+  struct SharedStorage {
+    alignas(16) float values[Config::kTileN];
+  };
+  CUTLASS_HOST_DEVICE RowVectorNode() {}
+  CUTLASS_HOST_DEVICE RowVectorNode(VectorArguments const& p, SharedStorage const& storage) : params(&p), smem(const_cast<float*>(storage.values)) {}
+  VectorArguments const* params = nullptr;
+  float* smem = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    VectorArguments const* params;
+    float* smem;
+    CUTLASS_DEVICE Callbacks(Geometry const& g, VectorArguments const* p, float* s) : geometry(g), params(p), smem(s) {}
+    CUTLASS_DEVICE void begin() {
+      if (params->data == nullptr) return;
+      for (int p = geometry.thread; p < Config::kTileN; p += Geometry::kThreads) {
+        int const column = geometry.column_at(p);
+        int64_t const at = column + geometry.half_at(p) * params->pair_stride;
+        float value = 0;
+        if (column < geometry.n) value = params->wide ? static_cast<float const*>(params->data)[at] : float(static_cast<Element const*>(params->data)[at]);
+        smem[p] = value;
+      }
+    }
+    CUTLASS_DEVICE bool begin_sync_needed() const { return params->data != nullptr; }
+    template <class Acc, int kFragment>
+    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
+      Array<float, kFragment> result;
+      if (params->data == nullptr) {
+        result.fill(float(kAbsent));
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kFragment; v += 4) {  // both rows of an atom see the same two columns
+          float2 const two = *reinterpret_cast<float2 const*>(smem + epi_n * Config::kEpilogueN + fragment_column(geometry.thread, v));
+          result[v] = result[v + 2] = two.x, result[v + 1] = result[v + 3] = two.y;
+        }
+      }
+      return result;
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params, smem);
+  }
+};
+
+// M values (fp32) broadcast over columns: a thread has two rows of each subtile.
+template <class Config, Pairing kPairing, int kAbsent>
+struct ColVectorNode : PlainNode<VectorArguments> {
+  using Geometry = TileGeometry<Config, kPairing>;
+  CUTLASS_HOST_DEVICE ColVectorNode() {}
+  CUTLASS_HOST_DEVICE ColVectorNode(VectorArguments const& p, SharedStorage const&) : params(&p) {}
+  VectorArguments const* params = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    VectorArguments const* params;
+    float values[Geometry::kSubtilesM][2];
+    CUTLASS_DEVICE Callbacks(Geometry const& g, VectorArguments const* p) : geometry(g), params(p) {}
+    CUTLASS_DEVICE void begin() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) values[j / 2][j % 2] = float(kAbsent);
+      if (params->data == nullptr) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) {
+        // Rows beyond the last one are never stored, so they may read any value.
+        int const row = cute::min(geometry.row_of(j / 2, 2 * (j % 2)), geometry.m - 1);
+        values[j / 2][j % 2] = __ldg(static_cast<float const*>(params->data) + row);
+      }
+    }
+    template <class Acc, int kFragment>
+    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int) {
+      Array<float, kFragment> result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kFragment; ++v) result[v] = values[epi_m][(v / 2) % 2];
+      return result;
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params);
+  }
+};
+
+struct TableArguments {
+  void const* data = nullptr;
+  int64_t ld = 0;
+  bool wide = false;  // fp32, else the storage type
+  Rotation rotation;
+};
+
+// A value of the table row that belongs to the row's position, for each pair of columns; straight from global memory, since all heads of a
+// tile read the same few rows of the table and find them in the first-level cache.
+template <class Config, Pairing kPairing, class Element, int kAbsent>
+struct TableNode : PlainNode<TableArguments> {
+  static_assert(kPairing == Pairing::kHeadHalves || kPairing == Pairing::kAdjacent, "tables belong to pairs within a head");
+  using Geometry = TileGeometry<Config, kPairing>;
+  CUTLASS_HOST_DEVICE TableNode() {}
+  CUTLASS_HOST_DEVICE TableNode(TableArguments const& p, SharedStorage const&) : params(&p) {}
+  TableArguments const* params = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    TableArguments const* params;
+    int64_t offsets[Geometry::kSubtilesM][2];  // of the table rows of this thread's rows
+    CUTLASS_DEVICE Callbacks(Geometry const& g, TableArguments const* p) : geometry(g), params(p) {}
+
+    CUTLASS_DEVICE void begin() {
+      Rotation const& turn = params->rotation;
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < Geometry::kSubtilesM; ++e) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int const row = geometry.row_of(e, 2 * i);
+          int64_t position = 0;
+          if (row < geometry.m)
+            position = turn.positions == nullptr ? row % int(turn.period)
+                       : turn.positions64        ? static_cast<int64_t const*>(turn.positions)[row]
+                                                 : static_cast<int const*>(turn.positions)[row];
+          offsets[e][i] = position * params->ld;
+        }
+      }
+    }
+    // The branches on dtype and on turning are taken once a subtile, around straight runs of loads: a load inside a branch of its own would be
+    // waited for at its end.
+    template <class Value, int kFragment>
+    CUTLASS_DEVICE void load(Array<float, kFragment>& result, int epi_m, int epi_n) const {
+      auto const* table = static_cast<Value const*>(params->data);
+      if constexpr (kPairing == Pairing::kHeadHalves) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kFragment / 2; v += 2) {
+          Value const* p = table + offsets[epi_m][(v / 2) % 2] + fragment_column(geometry.thread, v);
+          if constexpr (sizeof(Value) == 4) {
+            float2 const two = __ldg(reinterpret_cast<float2 const*>(p));
+            result[v] = two.x, result[v + 1] = two.y;
+          } else {
+            result[v] = float(p[0]), result[v + 1] = float(p[1]);
+          }
+        }
+      } else {
+        Rotation const& turn = params->rotation;
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < kFragment / 4; ++k) {  // eight columns, which do not straddle two heads
+          int const first = geometry.column + epi_n * Config::kEpilogueN + 8 * k, column = first % int(turn.head_dim) + 2 * (geometry.thread % 4);
+          bool const turns = first < turn.columns && column < turn.rotary_dim;
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            float const value = float(table[offsets[epi_m][i] + (turns ? column / 2 : 0)]);
+            result[4 * k + 2 * i] = turns ? value : float(kAbsent);
+          }
+        }
+      }
+    }
+    template <class Acc, int kFragment>
+    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int epi_n) {
+      Array<float, kFragment> result;
+      if constexpr (kPairing == Pairing::kHeadHalves) {
+        // The subtile is one group of rotary_dim columns, and all of it turns or none.
+        Rotation const& turn = params->rotation;
+        int const begin = geometry.column + epi_n * Config::kEpilogueN;
+        if (begin >= turn.columns || begin % int(turn.head_dim) >= turn.rotary_dim) {
+          result.fill(float(kAbsent));
+          return result;
+        }
+      }
+      params->wide ? load<float>(result, epi_m, epi_n) : load<Element>(result, epi_m, epi_n);
+      return result;
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params);
+  }
+};
+
+struct SourceArguments {
+  bool present = true;
+};
+
+// The tile that the collective itself loads as its C. Absent: zeros, and no load.
+template <class Element>
+struct SourceNode : PlainNode<SourceArguments> {
+  CUTLASS_HOST_DEVICE SourceNode() {}
+  CUTLASS_HOST_DEVICE SourceNode(SourceArguments const& p, SharedStorage const&) : present(p.present) {}
+  bool present = true;
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return present; }
+  CUTLASS_DEVICE bool is_C_load_needed() const { return present; }
+
+  template <class Source>
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Source const& tCrC;  // (CPY,CPY_M,CPY_N)
+    bool present;
+    CUTLASS_DEVICE Callbacks(Source const& c, bool p) : tCrC(c), present(p) {}
+    template <class Acc, int kFragment>
+    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int epi_v, int, int) {
+      using Value = typename Source::value_type;
+      Array<Value, kFragment> result = recast<Array<Value, kFragment>>(tCrC)(epi_v);
+      if (!present) result.clear();
+      return result;
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks<cute::remove_cvref_t<decltype(args.tCrC)>>(args.tCrC, present);
+  }
+};
+
+struct TileArguments {
+  void* data = nullptr;
+  int64_t ld = 0;
+};
+
+// What tile loads and stores share: the shapes of a tile of the full width of the accumulator, or of half of it. The epilogue of a kHalves
+// program runs over subtiles of kEpilogueM x (8, 2, kEpilogueN / 16); the value of a pair belongs to the half-width tensor's subtile of
+// kEpilogueM x kEpilogueN / 2 with the same subtile number, in standard fragment order (layouts.hpp).
+template <class Config, class Element, int kStages, bool kHalf>
+struct TileShapes {
+  static constexpr int kColumns = Config::kEpilogueN / (kHalf ? 2 : 1);
+  static_assert(kColumns % 16 == 0, "a subtile is moved by ldmatrix / stmatrix x4, which take 16 columns");
+  using EpilogueTile = Shape<Int<Config::kEpilogueM>, Int<kColumns>>;
+  using CtaTile = Shape<Int<Config::kTileM>, Int<Config::kTileN / (kHalf ? 2 : 1)>>;
+  using SmemAtom =
+      decltype(cutlass::gemm::collective::detail::ss_smem_selector<GMMA::Major::K, Element, Int<Config::kEpilogueM>, Int<kColumns>>());
   using SmemLayoutTma = decltype(tile_to_shape(SmemAtom{}, EpilogueTile{}, Step<_1, _2>{}));
   using SmemLayout = decltype(tile_to_shape(SmemLayoutTma{}, append<3>(EpilogueTile{}, Int<kStages>{}), Step<_1, _2, _3>{}));
   using StrideMNL = Stride<int64_t, _1, int64_t>;
 
   struct SharedStorage {
-    alignas(cutlass::detail::alignment_for_swizzle(SmemLayout{})) cutlass::array_aligned<Element, size(SmemLayout{})> smem;
+    alignas(cutlass::detail::alignment_for_swizzle(SmemLayout{})) cutlass::array_aligned<Element, cute::size(SmemLayout{})> smem;
   };
-  struct Arguments {
-    Element* data = nullptr;
-    StrideMNL stride{};
-  };
-  using Tma = decltype(make_tma_copy(SM90_TMA_STORE{},
-                                     make_tensor(static_cast<Element*>(nullptr), repeat_like(StrideMNL{}, int32_t(0)), StrideMNL{}),
-                                     SmemLayoutTma{}));
+
+  template <class CopyOp>
+  using Tma = decltype(make_tma_copy(
+      CopyOp{}, make_tensor(make_gmem_ptr(static_cast<Element*>(nullptr)), repeat_like(StrideMNL{}, int32_t(0)), StrideMNL{}), SmemLayoutTma{}));
+  template <class CopyOp, class ProblemShape>
+  static Tma<CopyOp> make_tma(ProblemShape const& problem_shape, TileArguments const& args) {
+    auto const [M, N, K, L] = problem_shape;
+    int const columns = int(cute::size(N)) / (kHalf ? 2 : 1);
+    // A tensor that is not there still needs a valid descriptor: nothing reads or writes through it.
+    if (args.data == nullptr) return Tma<CopyOp>{};
+    auto gmem = make_tensor(make_gmem_ptr(static_cast<Element*>(args.data)), make_layout(make_shape(M, columns, L), StrideMNL{args.ld, _1{}, 0}));
+    return make_tma_copy(CopyOp{}, gmem, SmemLayoutTma{});
+  }
+  // The subtiles of the current tile in global memory: (EPI_M, EPI_N, #EPI_M, #EPI_N)
+  template <class Tma, class Args>
+  CUTLASS_DEVICE static auto subtiles(Tma const& tma, Args const& args) {
+    auto const [M, N, K, L] = args.problem_shape_mnkl;
+    auto const [m, n, k, l] = args.tile_coord_mnkl;
+    auto tensor = tma.get_tma_tensor(make_shape(M, int(cute::size(N)) / (kHalf ? 2 : 1), L));
+    if constexpr (kHalf) {
+      return flat_divide(local_tile(tensor, CtaTile{}, make_coord(m, get<2>(n), l)), EpilogueTile{});
+    } else {
+      return flat_divide(local_tile(tensor, CtaTile{}, make_coord(m, n, l)), EpilogueTile{});
+    }
+  }
+};
+
+// An M x N tile loaded beside the collective's C, in the same pipeline.
+template <class Config, class Element>
+struct TileLoadNode : NodeBase {
+  static constexpr int kStages = Config::kStagesLoad;
+  using Shapes = TileShapes<Config, Element, kStages, false>;
+  using SharedStorage = typename Shapes::SharedStorage;
+  using Arguments = TileArguments;
+  using Tma = typename Shapes::template Tma<SM90_TMA_LOAD>;
   struct Params {
     Tma tma;
-    int half_n;
   };
-
   template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(ProblemShape const& problem_shape, Arguments const& args, void*) {
-    auto const [M, N, K, L] = problem_shape;
-    int const half_n = int(size(N)) / 2;
-    return {make_tma_copy(SM90_TMA_STORE{}, make_tensor(args.data, make_layout(make_shape(M, half_n, L), args.stride)), SmemLayoutTma{}), half_n};
+  static Params to_underlying_arguments(ProblemShape const& problem_shape, Arguments const& args, void*) {
+    return {Shapes::template make_tma<SM90_TMA_LOAD>(problem_shape, args)};
+  }
+  CUTLASS_HOST_DEVICE TileLoadNode() {}
+  CUTLASS_HOST_DEVICE TileLoadNode(Params const& p, SharedStorage const& storage) : params(&p), smem(const_cast<Element*>(storage.smem.data())) {}
+  Params const* params = nullptr;
+  Element* smem = nullptr;
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
+
+  template <class GTensor, class STensor>
+  struct ProducerCallbacks : fusion::detail::EmptyProducerLoadCallbacks {
+    GTensor bGS_gTile;  // (G2S,G2S_M,G2S_N,EPI_M,EPI_N)
+    STensor bGS_sTile;  // (G2S,G2S_M,G2S_N,PIPE)
+    Params const* params;
+    CUTLASS_DEVICE ProducerCallbacks(GTensor const& g, STensor const& s, Params const* p) : bGS_gTile(g), bGS_sTile(s), params(p) {}
+    CUTLASS_DEVICE void step(uint64_t* full_barrier, int epi_m, int epi_n, int load_iteration, bool issue_tma_load) {
+      if (!issue_tma_load) return;
+      constexpr uint32_t kBytes = uint32_t(cute::size(typename Shapes::SmemLayoutTma{}) * sizeof(Element));
+      cutlass::arch::ClusterTransactionBarrier::expect_transaction(full_barrier, kBytes);
+      copy(params->tma.with(*full_barrier), bGS_gTile(_, _, _, epi_m, epi_n), bGS_sTile(_, _, _, load_iteration % kStages));
+    }
+  };
+  template <class... Args>
+  CUTLASS_DEVICE auto get_producer_load_callbacks(fusion::detail::ProducerLoadArgs<Args...> const& args) {
+    auto gTile_epi = Shapes::subtiles(params->tma, args);
+    auto sTile_epi = make_tensor(make_smem_ptr(smem), typename Shapes::SmemLayout{});  // (EPI_M,EPI_N,PIPE)
+    auto block_g2s = params->tma.get_slice(_0{});
+    auto bGS_gTile = block_g2s.partition_S(gTile_epi);
+    auto bGS_sTile = block_g2s.partition_D(sTile_epi);
+    return ProducerCallbacks<decltype(bGS_gTile), decltype(bGS_sTile)>(bGS_gTile, bGS_sTile, params);
   }
 
-  CUTLASS_HOST_DEVICE HalfTileNode() {}
-  CUTLASS_HOST_DEVICE HalfTileNode(Params const& p, SharedStorage const& storage)
-      : params(&p), smem(const_cast<Element*>(storage.smem.data())) {}
+  template <class RTensor, class TiledS2R, class STensorS2R>
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    RTensor tC_rTile;  // (CPY,CPY_M,CPY_N)
+    TiledS2R tiled_s2r;
+    STensorS2R tSR_sTile;  // (S2R,S2R_M,S2R_N,PIPE)
+    CUTLASS_DEVICE Callbacks(RTensor const& r, TiledS2R const& t, STensorS2R const& s) : tC_rTile(r), tiled_s2r(t), tSR_sTile(s) {}
+    CUTLASS_DEVICE void previsit(int, int, int load_iteration, bool) {
+      auto tSR_rTile = make_tensor(tC_rTile.data(), layout(tiled_s2r.get_slice(0).retile_S(RTensor{})));
+      copy(tiled_s2r, tSR_sTile(_, _, _, load_iteration % kStages), tSR_rTile);
+    }
+    template <class Acc, int kFragment>
+    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int epi_v, int, int) {
+      return recast<Array<Element, kFragment>>(coalesce(tC_rTile))(epi_v);
+    }
+  };
+  template <bool kReferenceSrc, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    static_assert(kReferenceSrc, "the SM90 TMA epilogue partitions by the source of its register-to-shared copy");
+    auto tiled_s2r = make_tiled_copy_S(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, args.tiled_copy);
+    auto thread_s2r = tiled_s2r.get_slice(args.thread_idx);
+    auto sTile = as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(smem), typename Shapes::SmemLayout{}));
+    auto tSR_sTile = thread_s2r.partition_S(sTile);
+    auto tC_rTile = make_tensor<Element>(take<0, 3>(shape(args.tiled_copy.get_slice(args.thread_idx).partition_S(sTile))));
+    return Callbacks<decltype(tC_rTile), decltype(tiled_s2r), decltype(tSR_sTile)>(tC_rTile, tiled_s2r, tSR_sTile);
+  }
+};
+
+// --- sinks -----------------------------------------------------------------------------------------------------------------------
+
+// A tile stored beside the collective's D, or the half-width output of a kHalves program. Null: nothing is stored.
+template <class Config, class Element, bool kHalf>
+struct TileStoreNode : NodeBase {
+  static constexpr int kStages = Config::kStagesStore;
+  using Shapes = TileShapes<Config, Element, kStages, kHalf>;
+  using SharedStorage = typename Shapes::SharedStorage;
+  using Arguments = TileArguments;
+  using Tma = typename Shapes::template Tma<SM90_TMA_STORE>;
+  struct Params {
+    Tma tma;
+    bool present;
+  };
+  template <class ProblemShape>
+  static Params to_underlying_arguments(ProblemShape const& problem_shape, Arguments const& args, void*) {
+    return {Shapes::template make_tma<SM90_TMA_STORE>(problem_shape, args), args.data != nullptr};
+  }
+  CUTLASS_HOST_DEVICE TileStoreNode() {}
+  CUTLASS_HOST_DEVICE TileStoreNode(Params const& p, SharedStorage const& storage) : params(&p), smem(const_cast<Element*>(storage.smem.data())) {}
   Params const* params = nullptr;
   Element* smem = nullptr;
 
   template <class RTensor, class TiledR2S, class STensorR2S, class STensorS2G, class GTensorS2G>
   struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    RTensor tC_rHalf;     // (CPY,CPY_M,CPY_N)
+    RTensor tC_rTile;  // (CPY,CPY_M,CPY_N)
     TiledR2S tiled_r2s;
-    STensorR2S tRS_sHalf;  // (R2S,R2S_M,R2S_N,PIPE)
-    STensorS2G bSG_sHalf;  // (S2G,S2G_M,S2G_N,PIPE)
-    GTensorS2G bSG_gHalf;  // (S2G,S2G_M,S2G_N,EPI_M,EPI_N)
+    STensorR2S tRS_sTile;  // (R2S,R2S_M,R2S_N,PIPE)
+    STensorS2G bSG_sTile;  // (S2G,S2G_M,S2G_N,PIPE)
+    GTensorS2G bSG_gTile;  // (S2G,S2G_M,S2G_N,EPI_M,EPI_N)
     Params const* params;
 
     CUTLASS_DEVICE Callbacks(RTensor const& r, TiledR2S t, STensorR2S const& rs, STensorS2G const& sg, GTensorS2G const& gg, Params const* p)
-        : tC_rHalf(r), tiled_r2s(t), tRS_sHalf(rs), bSG_sHalf(sg), bSG_gHalf(gg), params(p) {}
+        : tC_rTile(r), tiled_r2s(t), tRS_sTile(rs), bSG_sTile(sg), bSG_gTile(gg), params(p) {}
 
-    // The values of the pairs of fragment number epi_v.
-    template <int kPairs>
-    CUTLASS_DEVICE void put(Array<float, kPairs> const& values, int epi_v) {
-      auto fragments = recast<Array<Element, kPairs>>(coalesce(tC_rHalf));
-      fragments(epi_v) = cutlass::NumericArrayConverter<Element, float, kPairs>{}(values);
+    template <int kValues>
+    CUTLASS_DEVICE void put(Array<float, kValues> const& values, int epi_v, int, int) {
+      auto fragments = recast<Array<Element, kValues>>(coalesce(tC_rTile));
+      fragments(epi_v) = cutlass::NumericArrayConverter<Element, float, kValues>{}(values);
     }
     CUTLASS_DEVICE void postreduce(int, int, int store_iteration, bool issue_smem_store) {
-      if (issue_smem_store) {
-        auto tRS_rHalf = make_tensor(tC_rHalf.data(), layout(tiled_r2s.get_slice(0).retile_S(RTensor{})));
-        copy(tiled_r2s, tRS_rHalf, tRS_sHalf(_, _, _, store_iteration % kStages));
+      if (issue_smem_store && params->present) {
+        auto tRS_rTile = make_tensor(tC_rTile.data(), layout(tiled_r2s.get_slice(0).retile_S(RTensor{})));
+        copy(tiled_r2s, tRS_rTile, tRS_sTile(_, _, _, store_iteration % kStages));
       }
     }
     CUTLASS_DEVICE void tma_store(int epi_m, int epi_n, int store_iteration, bool issue_tma_store) {
-      if (issue_tma_store) copy(params->tma, bSG_sHalf(_, _, _, store_iteration % kStages), bSG_gHalf(_, _, _, epi_m, epi_n));
+      if (issue_tma_store && params->present)
+        copy(params->tma, bSG_sTile(_, _, _, store_iteration % kStages), bSG_gTile(_, _, _, epi_m, epi_n));
     }
   };
 
   template <bool kReferenceSrc, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
     static_assert(kReferenceSrc, "the SM90 TMA epilogue partitions by the source of its register-to-shared copy");
-    auto const [M, N, K, L] = args.problem_shape_mnkl;
-    auto const [m, n, k, l] = args.tile_coord_mnkl;
-    auto mHalf = params->tma.get_tma_tensor(make_shape(M, params->half_n, L));   // (M,N/2,L)
-    // The N coordinate of a nested mode is (0, 0, tile): CUTLASS's scheduler counts tiles in the outermost mode.
-    auto gHalf = local_tile(mHalf, CtaTile{}, make_coord(m, get<2>(n), l));       // (CTA_M,CTA_N/2)
-    auto gHalf_epi = flat_divide(gHalf, EpilogueTile{});                          // (EPI_M,EPI_N/2,#EPI_M,#EPI_N)
+    auto gTile_epi = Shapes::subtiles(params->tma, args);
     auto tiled_r2s = make_tiled_copy_S(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, args.tiled_copy);
     auto thread_r2s = tiled_r2s.get_slice(args.thread_idx);
-    auto sHalf = as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(smem), SmemLayout{}));  // (EPI_M,EPI_N/2,PIPE)
-    auto tRS_sHalf = thread_r2s.partition_D(sHalf);
-    auto tC_rHalf = make_tensor<Element>(take<0, 3>(shape(thread_r2s.partition_S(gHalf_epi))));
+    auto sTile = as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(smem), typename Shapes::SmemLayout{}));  // (EPI_M,EPI_N,PIPE)
+    auto tRS_sTile = thread_r2s.partition_D(sTile);
+    auto tC_rTile = make_tensor<Element>(take<0, 3>(shape(thread_r2s.partition_S(gTile_epi))));
     auto block_s2g = params->tma.get_slice(_0{});
-    auto bSG_sHalf = block_s2g.partition_S(sHalf);
-    auto bSG_gHalf = block_s2g.partition_D(gHalf_epi);
-    return Callbacks<decltype(tC_rHalf), decltype(tiled_r2s), decltype(tRS_sHalf), decltype(bSG_sHalf), decltype(bSG_gHalf)>(
-        tC_rHalf, tiled_r2s, tRS_sHalf, bSG_sHalf, bSG_gHalf, params);
+    auto bSG_sTile = block_s2g.partition_S(sTile);
+    auto bSG_gTile = block_s2g.partition_D(gTile_epi);
+    return Callbacks<decltype(tC_rTile), decltype(tiled_r2s), decltype(tRS_sTile), decltype(bSG_sTile), decltype(bSG_gTile)>(
+        tC_rTile, tiled_r2s, tRS_sTile, bSG_sTile, bSG_gTile, params);
+  }
+};
+
+struct PartialArguments {
+  float* data = nullptr;
+  int64_t ld = 0;
+};
+
+// Sums along the columns of a tile: each thread its columns in order, then the four threads of a row by a butterfly.
+template <class Config, Pairing kPairing>
+struct RowPartialNode : PlainNode<PartialArguments> {
+  using Geometry = TileGeometry<Config, kPairing>;
+  CUTLASS_HOST_DEVICE RowPartialNode() {}
+  CUTLASS_HOST_DEVICE RowPartialNode(PartialArguments const& p, SharedStorage const&) : params(&p) {}
+  PartialArguments const* params = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    PartialArguments const* params;
+    bool ragged;
+    float sums[Geometry::kSubtilesM][2];
+    CUTLASS_DEVICE Callbacks(Geometry const& g, PartialArguments const* p) : geometry(g), params(p), ragged(g.ragged_n()), sums{} {}
+
+    template <int kValues>
+    CUTLASS_DEVICE void put(Array<float, kValues> const& values, int, int epi_m, int epi_n) {
+      if (!ragged) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int g = 0; g < kValues; ++g) sums[epi_m][row_bit(g)] += values[g];
+      } else {
+        // Beyond the last column the operands read as zero, but what the program makes of zeros is its own affair.
+        CUTLASS_PRAGMA_UNROLL
+        for (int g = 0; g < kValues; ++g) {
+          int const p = epi_n * Config::kEpilogueN + fragment_column(geometry.thread, fragment_index<kPairing, Geometry::kFragment>(g, 0));
+          if (geometry.column_at(p) < geometry.n) sums[epi_m][row_bit(g)] += values[g];
+        }
+      }
+    }
+    CUTLASS_DEVICE static constexpr int row_bit(int group) { return (fragment_index<kPairing, Geometry::kFragment>(group, 0) / 2) % 2; }
+    CUTLASS_DEVICE void end() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < Geometry::kSubtilesM; ++e) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float sum = sums[e][i];
+          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+          int const row = geometry.row_of(e, 2 * i);
+          if (geometry.thread % 4 == 0 && row < geometry.m) params->data[tile() * params->ld + row] = sum;
+        }
+      }
+    }
+    CUTLASS_DEVICE int64_t tile() const { return geometry.column / (Config::kTileN / (kPairing == Pairing::kHalves ? 2 : 1)); }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params);
+  }
+};
+
+// Sums along the rows of a tile, one row of partials a warp: 16 rows of every subtile. Each thread adds its rows in order, then the eight
+// threads of a column by a butterfly. Null: nothing is stored.
+template <class Config>
+struct ColPartialNode : PlainNode<PartialArguments> {
+  using Geometry = TileGeometry<Config, Pairing::kNone>;
+  static constexpr int kWarps = Geometry::kThreads / 32;
+  CUTLASS_HOST_DEVICE ColPartialNode() {}
+  CUTLASS_HOST_DEVICE ColPartialNode(PartialArguments const& p, SharedStorage const&) : params(&p) {}
+  PartialArguments const* params = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    PartialArguments const* params;
+    bool ragged;
+    float sums[Geometry::kFragment / 2];  // of the columns of a subtile
+    CUTLASS_DEVICE Callbacks(Geometry const& g, PartialArguments const* p) : geometry(g), params(p), ragged(g.ragged_m()) {}
+
+    template <int kValues>
+    CUTLASS_DEVICE void put(Array<float, kValues> const& values, int, int epi_m, int epi_n) {
+      if (params->data == nullptr) return;
+      if (epi_m == 0) {
+        CUTLASS_PRAGMA_UNROLL
+        for (float& s : sums) s = 0;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kValues; ++v)
+        if (!ragged || geometry.row_of(epi_m, v) < geometry.m) sums[2 * (v / 4) + v % 2] += values[v];
+      if (epi_m != Geometry::kSubtilesM - 1) return;
+      int64_t const line = int64_t(geometry.row / Config::kTileM) * kWarps + geometry.thread / 32;
+      CUTLASS_PRAGMA_UNROLL
+      for (int s = 0; s < Geometry::kFragment / 2; ++s) {
+        float sum = sums[s];
+        CUTLASS_PRAGMA_UNROLL
+        for (int lane = 4; lane < 32; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+        int const column = geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, 4 * (s / 2) + s % 2));
+        if (geometry.thread % 32 < 4 && column < geometry.n) params->data[line * params->ld + column] = sum;
+      }
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params);
   }
 };
 

@@ -1,0 +1,323 @@
+"""A linear layer behind an RMSNorm: the norm's scale, the bias, the activation or the rotary embedding run in the product's epilogue.
+
+The functions return x itself beside the result. Used from then on instead of x, it brings the gradient of the residual stream to the place
+where the norm's gradient is formed, and the two are added in one epilogue. They are autograd functions rather than torch operators because an
+operator may not return one of its inputs.
+"""
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from coda.ops._common import (
+    as_rows,
+    cast_for_autocast,
+    check_activation,
+    check_devices,
+    check_optional_tensor,
+    check_tensor,
+    fake,
+    needs_grad,
+    no_second_derivative,
+    statistics_dtype,
+)
+from coda.ops.mlp import split_pair
+from coda.ops.norm import NormStats
+
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+_PLAIN = {None: "identity", "relu": "relu", "relu2": "relu2", "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    activation: str | None = None,
+    stats: NormStats | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(x, y) with y = act(RMSNorm(x; norm_weight) W^T + b).
+
+    Args:
+        x: [..., D]; float32, float64, bfloat16 or float16.
+        norm_weight: [D] in x's dtype or float32. None: a norm without a weight.
+        weight: [N, D]; for a gated activation [2F, D], gate rows first, or a pair (gate, up) of [F, D] each. bias: [N]; none for a gated one.
+        eps: of the norm.
+        activation: None, "relu", "relu2" (its square), "silu", "gelu" (erf), "gelu_tanh", or gated: "swiglu", "geglu", "geglu_tanh".
+        stats: the statistics that came with x from `coda.linear_residual`. None: they are computed here, in a pass over x.
+
+    Returns:
+        x, and y [..., N] (gated: [..., F]), in x's dtype. Use the returned x, not the argument, for the residual stream: its gradient is then added
+        inside the epilogue that forms the gradient of the norm. Differentiable once in x, norm_weight, weight and bias.
+
+    Raises:
+        TypeError, ValueError: an argument of another type, dtype, device or shape, or stats of another tensor, norm weight or eps.
+        NotImplementedError: when a second derivative is asked for.
+
+    The norm is deferred: rstd ((x norm_weight) W^T) (programs/norm.hpp in csrc; Zhang and Sennrich, arXiv:1910.07467).
+    """
+    check_activation(activation, [*_PLAIN, *_GATED])
+    gated = activation in _GATED
+    w, w_up = split_pair("weight", weight) if gated else (check_tensor("weight", weight), None)
+    if gated and bias is not None:
+        raise ValueError(f"bias is a tensor, expected None with activation {activation!r}")
+    given, x, (w, w_up, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, weight=w, up=w_up, bias=bias)
+    out_features = w.shape[0] if not gated or w_up is not None else w.shape[0] // 2
+    act = _GATED[activation] if gated else _PLAIN[activation]
+    if needs_grad(x, norm_weight, w, w_up, bias):
+        passed, y = _NormLinear.apply(rows, h, rstd, norm_weight, w, w_up, bias, act, gated)
+    else:
+        passed, y = rows, _forward(rows if h is None else h, rstd, w, w_up, bias, act, gated, False)[0]
+    return _passed(given, x, passed), y.view(*x.shape[:-1], out_features)
+
+
+def norm_linear_rope(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    w_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    stats: NormStats | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, q, k, v) with [q | k | v] = RMSNorm(x; norm_weight) w_qkv^T + b, q and k turned by their positions.
+
+    Args:
+        x: [B, T, D]; float32, float64, bfloat16 or float16.
+        norm_weight: [D] in x's dtype or float32. None: a norm without a weight.
+        w_qkv: [(num_heads + 2 num_kv_heads) head_dim, D]: the heads of q, then of k, then of v. bias: [(num_heads + 2 num_kv_heads) head_dim].
+        cos, sin: [P, rotary_dim / 2] in float32 or x's dtype, a row for each position; rotary_dim <= head_dim, the columns beyond it do not turn.
+        positions: int64 or int32, [T] or [B, T], the row of the tables for each token, each in [0, P). None: 0 .. T-1.
+        interleaved: pairs are columns (2c, 2c+1) of a head instead of (c, c + rotary_dim / 2).
+        eps, stats: as in `norm_linear`.
+
+    Returns:
+        x (see `norm_linear`); q [B, T, num_heads, head_dim], k and v [B, T, num_kv_heads, head_dim]: views of one buffer, in x's dtype.
+        Differentiable once in x, norm_weight, w_qkv and bias, not in cos and sin.
+
+    Raises:
+        As `norm_linear`. Positions outside the tables are not checked on a GPU: that would wait for the device.
+
+    (Su et al., RoFormer, arXiv:2104.09864; programs/rope.hpp in csrc.)
+    """
+    check_tensor("x", x)
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {list(x.shape)}, expected 3 dimensions (B, T, D)")
+    given, x, (w, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, w_qkv=w_qkv, bias=bias)
+    rope = rope_arguments(x, w, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
+    heads = (num_heads, num_kv_heads)
+    if needs_grad(x, norm_weight, w, bias):
+        passed, q, k, v = _NormRope.apply(rows, h, rstd, norm_weight, w, bias, rope, heads, tuple(x.shape[:2]))
+    else:
+        passed, qkv = rows, torch.ops.coda.rstd_rope(rows if h is None else h, rstd, w, bias, *rope)
+        q, k, v = split_heads(qkv, heads, head_dim, x.shape[:2])
+    return _passed(given, x, passed), q, k, v
+
+
+def rope_arguments(x, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved) -> tuple:
+    """What the rope operators take behind the bias, checked."""
+    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, expected a positive integer")
+    check_devices(x, cos=check_tensor("cos", cos), sin=check_tensor("sin", sin), positions=check_optional_tensor("positions", positions))
+    rows = (num_heads + 2 * num_kv_heads) * head_dim
+    if w_qkv.dim() != 2 or w_qkv.shape[0] != rows:
+        raise ValueError(f"w_qkv has shape {list(w_qkv.shape)}, expected {rows} rows, (num_heads + 2 num_kv_heads) head_dim")
+    length = x.shape[-2] if x.dim() > 1 else 1
+    if positions is not None:
+        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise TypeError(f"positions has dtype {positions.dtype}, expected int64 or int32")
+        if positions.shape not in ((length,), x.shape[:-1]):
+            raise ValueError(f"positions has shape {list(positions.shape)}, expected [{length}] or {list(x.shape[:-1])}")
+        if positions.dtype not in (torch.int64, torch.int32):
+            positions = positions.long()
+        if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
+            low, high = positions.min().item(), positions.max().item()
+            if low < 0 or high >= cos.shape[0]:
+                raise ValueError(f"positions has values from {low} to {high}, expected 0 to {cos.shape[0] - 1} (the rows of cos)")
+        positions = positions.expand(x.shape[:-1]).reshape(-1)
+    return cos, sin, positions, max(length, 1), head_dim, (num_heads + num_kv_heads) * head_dim, interleaved
+
+
+def split_heads(qkv: Tensor, heads: tuple[int, int], head_dim: int, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [*shape, heads, head_dim] as views of qkv [M, columns]."""
+    all_heads = qkv.view(*shape, heads[0] + 2 * heads[1], head_dim)
+    return (
+        all_heads.narrow(-2, 0, heads[0]),
+        all_heads.narrow(-2, heads[0], heads[1]),
+        all_heads.narrow(-2, heads[0] + heads[1], heads[1]),
+    )
+
+
+def _prepare(x, norm_weight, eps, stats, **others):
+    """Checks, casts for autocast, and statistics: (x as given, x, others, rows of x, h or None without a norm weight, rstd)."""
+    check_tensor("x", x)
+    check_optional_tensor("norm_weight", norm_weight)
+    for name, t in others.items():
+        check_optional_tensor(name, t)
+    check_devices(x, norm_weight=norm_weight, **others)
+    if stats is not None:
+        if not isinstance(stats, NormStats):
+            raise TypeError(f"stats is {type(stats).__name__}, expected the coda.NormStats that came with x")
+        stats.check(x, norm_weight, eps)
+    given = x
+    x, *cast = cast_for_autocast(x, x, *others.values())
+    rows = as_rows(x)
+    if stats is not None and x is given:
+        h, rstd = stats.rows
+    else:
+        with torch.no_grad():
+            h, rstd = torch.ops.coda.rms_norm_stats(rows, norm_weight, eps)
+        h = None if norm_weight is None else h
+    return given, x, cast, rows, h, rstd
+
+
+def _passed(given: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    """The x to return: what went through the function, unless it had to be cast."""
+    return rows.view(x.shape) if x is given else given
+
+
+def _forward(h, rstd, w, w_up, bias, act, gated, save):
+    if gated:
+        return torch.ops.coda.rstd_glu(h, rstd, w, w_up, act, save)
+    return torch.ops.coda.rstd_act(h, rstd, w, bias, act, save)
+
+
+def _norm_gradient(ctx, dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w):
+    """(dx, dnorm_weight, dw) from dz, the gradient of the unscaled product."""
+    dx = dnorm = dw = h = None
+    if need_x or need_norm:
+        want_h = need_w and norm_weight is not None
+        dx, h, dnorm = torch.ops.coda.norm_backward(dz, w, w_up, x, norm_weight, correction, incoming, want_h, need_norm)
+        dx, h, dnorm = (t if wanted else None for t, wanted in ((dx, need_x), (h, want_h), (dnorm, need_norm)))
+    if need_w:
+        if h is None:
+            h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
+        dw = torch.ops.coda.gemm(dz.t(), h)
+    return dx, dnorm, dw
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, h, rstd, norm_weight, w, w_up, bias, act, gated):
+        y, z = _forward(x if h is None else h, rstd, w, w_up, bias, act, gated, True)
+        plain = act == "identity" and not gated
+        ctx.save_for_backward(x, rstd, norm_weight, w, w_up, bias, y if plain else z)
+        ctx.act, ctx.gated, ctx.plain = act, gated, plain
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, incoming, dy):
+        x, rstd, norm_weight, w, w_up, bias, z = ctx.saved_tensors
+        need_x, _, _, need_norm, need_w, need_up, need_bias = ctx.needs_input_grad[:7]
+        if dy is None:
+            return incoming, *[None] * 8
+        width, dbias = x.shape[1], None
+        if ctx.plain:  # a rotation of nothing
+            as_heads = lambda t: t.view(1, t.shape[0], 1, t.shape[1])
+            none = dy.new_empty((x.shape[0], 0)), dy.new_empty((x.shape[0], 0))
+            dy = dy.contiguous()
+            empty = dy.new_empty((1, x.shape[0], 0, dy.shape[1]))
+            dz, correction, dbias = torch.ops.coda.rope_backward(
+                as_heads(dy), empty, empty, z, rstd, bias, *none, None, max(x.shape[0], 1), max(dy.shape[1], 1), 0, False, width
+            )
+        elif ctx.gated:
+            dz, _, correction = torch.ops.coda.dglu(dy, None, z, rstd, ctx.act, width, False)
+        else:
+            dz, _, correction, dbias = torch.ops.coda.dact(dy, None, z, rstd, bias, ctx.act, width, False)
+        dx, dnorm, dw = _norm_gradient(ctx, dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w or need_up)
+        dup = None
+        if w_up is not None and dw is not None:
+            f = w.shape[0]
+            dw, dup = (dw[:f] if need_w else None), (dw[f:] if need_up else None)
+        return dx, None, None, dnorm, dw, dup, (dbias if need_bias else None), None, None
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, h, rstd, norm_weight, w, bias, rope, heads, shape):
+        qkv = torch.ops.coda.rstd_rope(x if h is None else h, rstd, w, bias, *rope)
+        cos, sin, positions, *ctx.numbers = rope
+        ctx.save_for_backward(x, rstd, norm_weight, w, bias, qkv, cos, sin, positions)
+        ctx.heads, ctx.shape = heads, shape
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), *split_heads(qkv, heads, rope[4], shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, incoming, dq, dk, dv):
+        x, rstd, norm_weight, w, bias, qkv, cos, sin, positions = ctx.saved_tensors
+        need_x, _, _, need_norm, need_w, need_bias = ctx.needs_input_grad[:6]
+        if dq is None and dk is None and dv is None:
+            return incoming, *[None] * 8
+        head_dim = ctx.numbers[1]
+        full = lambda t, n: qkv.new_zeros((*ctx.shape, n, head_dim)) if t is None else t
+        dz, correction, dbias = torch.ops.coda.rope_backward(
+            full(dq, ctx.heads[0]),
+            full(dk, ctx.heads[1]),
+            full(dv, ctx.heads[1]),
+            qkv,
+            rstd,
+            bias,
+            cos,
+            sin,
+            positions,
+            *ctx.numbers,
+            x.shape[1],
+        )
+        dx, dnorm, dw = _norm_gradient(ctx, dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
+        return dx, None, None, dnorm, dw, (dbias if need_bias else None), None, None, None
+
+
+@fake("coda::rstd_act")
+def _(h, rstd, weight, bias, activation, store_preactivation):
+    store = store_preactivation and activation != "identity"
+    return h.new_empty((h.shape[0], weight.shape[0])), h.new_empty((h.shape[0], weight.shape[0]) if store else (0,))
+
+
+@fake("coda::dact")
+def _(dy, w_down, preactivation, rstd, bias, activation, width, want_value):
+    shape = preactivation.shape
+    return (
+        dy.new_empty(shape),
+        dy.new_empty(shape if want_value else (0,)),
+        dy.new_empty((shape[0],), dtype=statistics_dtype(dy)),
+        dy.new_empty((shape[1],) if bias is not None else (0,)),
+    )
+
+
+@fake("coda::rstd_rope")
+def _(h, rstd, weight, bias, cos, sin, positions, period, head_dim, columns, interleaved):
+    return h.new_empty((h.shape[0], weight.shape[0]))
+
+
+@fake("coda::rope_backward")
+def _(dq, dk, dv, y, rstd, bias, cos, sin, positions, period, head_dim, columns, interleaved, width):
+    return (
+        y.new_empty((y.shape[0], y.shape[1])),
+        y.new_empty((y.shape[0],), dtype=statistics_dtype(y)),
+        y.new_empty((y.shape[1],) if bias is not None else (0,)),
+    )
+
+
+@fake("coda::norm_backward")
+def _(dz, weight, w_up, x, norm_weight, correction, incoming, want_h, want_dnorm):
+    norm = x if norm_weight is None else norm_weight
+    return x.new_empty((x.shape[0], x.shape[1])), x.new_empty(x.shape if want_h else (0,)), norm.new_empty((x.shape[1],) if want_dnorm else (0,))
+
+
+for _op in ("rstd_act", "dact", "rstd_glu", "dglu", "rstd_rope", "rope_backward", "norm_backward"):
+    no_second_derivative(f"coda::{_op}", "coda.norm_linear")

@@ -1,0 +1,51 @@
+// Small pieces that the row kernels share.
+#pragma once
+
+namespace coda::reduce {
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Pack {
+  T values[kCount];
+};
+
+// kCount neighbouring values, in one access of 16 bytes or element by element.
+template <class T, int kCount>
+__device__ void load_vector(T const* p, float (&out)[kCount]) {
+  if constexpr (kCount * sizeof(T) != 16) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[i] = float(p[i]);
+  } else {
+    auto const pack = *reinterpret_cast<Pack<T, kCount> const*>(p);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[i] = float(pack.values[i]);
+  }
+}
+
+template <class T, int kCount>
+__device__ void store_vector(T* p, float const (&in)[kCount]) {
+  if constexpr (kCount * sizeof(T) != 16) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] = T(in[i]);
+  } else {
+    Pack<T, kCount> pack;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) pack.values[i] = T(in[i]);
+    *reinterpret_cast<Pack<T, kCount>*>(p) = pack;
+  }
+}
+
+// The sum over a block, in thread 0: a butterfly over each warp, then the warps in turn.
+template <int kThreads>
+__device__ float block_sum(float sum) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+  __shared__ float warps[kThreads / 32];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int w = 1; w < kThreads / 32; ++w) sum += warps[w];
+  __syncthreads();  // before the next call writes `warps`
+  return sum;
+}
+
+}  // namespace coda::reduce
