@@ -31,7 +31,6 @@ class Config:
     epilogue_n: int = 32
     stages_load: int = 4
     stages_store: int = 2
-    reuse_source: bool = False
     swizzle: int = 8
     raster: str = "n"
     rate: float = 1.0
@@ -48,7 +47,7 @@ class Config:
         schedule = {"pingpong": "kPingpong", "cooperative": "kCooperative"}[self.schedule]
         return (
             f"coda::sm90::Config<{numbers}, coda::sm90::Schedule::{schedule}, {self.epilogue_n}, {self.stages_load}, "
-            f"{self.stages_store}, {str(self.reuse_source).lower()}>"
+            f"{self.stages_store}>"
         )
 
 
@@ -84,23 +83,30 @@ KernelInfo const {self.key} = sm90::describe<Gemm, {self.cpp}, TileConfig>(
 
 
 # The configurations, with the reason for each. All have a K tile of 64: 128 bytes, the widest swizzle that TMA and wgmma share. The ratios
-# are times over torch.mm's at M = 16384 and the two shapes of bench/measure.py (1B, 8B), from bench/results/tuning.json; they repeat to about 2 %.
+# are times over torch.mm's at M = 16384 and the shapes of the presets 1b and 8b of coda/bench.py; they repeat to about 2 %.
+#
+# Pingpong hides the epilogue of one tile under the products of the next, so it pays where the epilogue is long. At these sizes the tensor cores
+# are busy 98 % of the time and the card's power limit sets the clock, so what saves energy saves time: fewer bytes from memory and the
+# second-level cache, by clusters that share a load and by raster orders that keep operands near.
 
-# Pingpong hides the epilogue of one tile under the products of the next, so it pays where the epilogue is long. 192 columns are 96
-# accumulators a thread, the most that leaves room for an epilogue without spilling; the wide tile saves loads of A.
-#   rstd_swiglu_preactivation   128x192 (0.983, 1.037)   128x128 (0.989, 1.060)
-#   rstd_swiglu                 128x192 (0.993, 1.004)   128x128 (0.950, 1.029)   128x192 cluster 2x1 (0.991, 1.013)
+# 192 columns are 192 accumulators a thread, the most that leaves room for an epilogue without spilling; the wide tile saves loads of A.
+#   rstd_swiglu_preactivation   128x192 (0.99, 0.99)   128x128 (0.97, 1.01)   128x192 cluster 2x1, subtile 64 (0.96, 1.01)
+#   rstd_swiglu                 128x192 (0.98, 0.99)   128x128 (0.95, 0.99)
 PINGPONG_192 = Config((128, 192, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2)
+# Tile loads and a second tile store do not fit beside 192 accumulators, they spill: residual_sqsum with 128x192 takes 1.2 to 1.8.
+#   residual_sqsum, out-projection (1.04 to 1.09, 0.97 to 1.04), down-projection (1.03 to 1.07, 1.01 to 1.04); cluster 1x1 the same to noise
+#   norm_backward, gate-up (1.04 to 1.08, 1.03 to 1.07); cooperative 128x256 with a subtile of 16 (1.12, 1.03), of 32 two mainloop stages fewer (1.6, 1.4)
 PINGPONG_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=4, stages_store=2, rate=0.97)
-# Without a pre-activation the two are so close that the waves should decide.
+# For gated units the two are so close that the waves should decide.
 PINGPONG_128_LIGHT = dataclasses.replace(PINGPONG_128, rate=0.9935)
 # One output tensor and a short epilogue: the largest tile wins on large products. Residual: (1.050, 1.007), 128x128 (1.001, 1.028).
 COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, stages_load=4, stages_store=2, raster="m")
-# Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product). 128 x 128 leaves registers for it: (1.099, 1.041); with a
-# cluster of two (1.121, 1.087). Also tried and slower at one shape or both: four subtiles of loads in flight, gate's buffer reused for
-# dgate, and 128 x 192 with a narrow subtile, which spills.
+# Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product): (1.09, 1.06 to 1.08). At 1b the epilogue is as long as the products.
+# Also tried, no better: a cluster of two; four subtiles of loads in flight, or all asked into the second-level cache beforehand, so latency is
+# not it; three or four of stores; a subtile of 64 columns, which spills; 128x192 with one of 16.
 DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2)
-# Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width.
+# Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width. 128x192 with a
+# subtile of 64 spills: 1.7 instead of 1.06 at 1b.
 ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
 ROPE_64 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=64, stages_store=2, tag="r64")
 ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_store=2, tag="r128")

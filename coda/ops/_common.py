@@ -58,6 +58,28 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def weight_gradient(weight: Tensor, dy_t: Tensor, x: Tensor) -> Tensor | None:
+    """dy_t x, the gradient of `weight`: returned in its dtype, or, if the weight has a float32 attribute main_grad, added to that (one rounding
+    less a step, for gradient accumulation); then autograd gets none. Sets grad_added_to_main_grad where the training loop keeps such a flag."""
+    total = main_grad(weight)
+    if total is None:
+        return torch.ops.coda.gemm(dy_t, x)
+    torch.ops.coda.gemm_accumulate_(total, dy_t, x)
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    return None
+
+
+def main_grad(weight: Tensor | None) -> Tensor | None:
+    total = getattr(weight, "main_grad", None)
+    if total is not None and (total.dtype != torch.float32 or total.shape != weight.shape or total.device != weight.device):
+        raise ValueError(
+            f"main_grad of a weight of shape {list(weight.shape)} has dtype {total.dtype}, shape {list(total.shape)} and device {total.device}, "
+            f"expected float32, the weight's shape and {weight.device}"
+        )
+    return total
+
+
 def refuse_grad(public: str, instead: str, **tensors: Tensor | None) -> None:
     """For raw forward programs, which record nothing for a backward."""
     for name, t in tensors.items():

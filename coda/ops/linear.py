@@ -19,6 +19,7 @@ from coda.ops._common import (
     no_second_derivative,
     split_residual,
     statistics_dtype,
+    weight_gradient,
 )
 from coda.ops.norm import NormStats
 
@@ -87,7 +88,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None = None, source: Tensor | None = 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, bias, _ = inputs
     need_x, need_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+    ctx.save_for_backward(x if need_weight else None, weight if need_x or need_weight else None)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple:
@@ -95,7 +96,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple:
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad
     return (
         torch.ops.coda.gemm(dy, weight) if need_x else None,
-        torch.ops.coda.gemm(dy.t(), x) if need_weight else None,
+        weight_gradient(weight, dy.t(), x) if need_weight else None,
         dy.sum(0) if need_bias else None,
         dy if need_residual else None,
     )
@@ -103,6 +104,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple:
 
 torch.library.register_autograd("coda::linear", _backward, setup_context=_setup)
 no_second_derivative("coda::gemm", "coda.linear")
+
+
+@fake("coda::gemm_accumulate_")
+def _(out: Tensor, a: Tensor, b: Tensor) -> None:
+    return None
 
 
 def linear_residual(
@@ -167,7 +173,7 @@ def _residual_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     need_a, need_weight = ctx.needs_input_grad[:2]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(a if need_weight else None, weight if need_a else None)
+    ctx.save_for_backward(a if need_weight else None, weight if need_a or need_weight else None)
 
 
 def _residual_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple:
@@ -177,7 +183,7 @@ def _residual_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple:
     need_a, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     return (
         torch.ops.coda.gemm(dy, weight) if need_a else None,
-        torch.ops.coda.gemm(dy.t(), a) if need_weight else None,
+        weight_gradient(weight, dy.t(), a) if need_weight else None,
         dy.sum(0) if need_bias else None,
         dy if need_residual else None,
         None,

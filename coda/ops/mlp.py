@@ -18,8 +18,9 @@ from coda.ops._common import (
     no_second_derivative,
     split_residual,
     statistics_dtype,
+    weight_gradient,
 )
-from coda.ops.norm import NormStats
+from coda.ops.norm import NormStats, norm_gradient
 
 GATES = ("silu", "gelu", "gelu_tanh")
 
@@ -169,18 +170,6 @@ def _(
     )
 
 
-@fake("coda::fused_mlp_backward")
-def _(dout, x, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight, residual_is_x, activation, wanted):
-    rows = w_gate_up.shape[0] * (1 if w_up is None else 2)
-    norm = x if norm_weight is None else norm_weight
-    return (
-        x.new_empty((x.shape[0], x.shape[1]) if wanted[0] else (0,)),
-        x.new_empty((rows, x.shape[1]) if wanted[1] else (0,)),
-        x.new_empty((w_down.shape[0], w_down.shape[1]) if wanted[2] else (0,)),
-        norm.new_empty((norm.shape[0],) if wanted[3] and norm_weight is not None else (0,)),
-    )
-
-
 @fake("coda::rstd_glu")
 def _(h, rstd, w_gate_up, w_up, activation, store_preactivation):
     f = w_gate_up.shape[0] // 2 if w_up is None else w_gate_up.shape[0]
@@ -210,16 +199,26 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     dx = dgate = dup = ddown = dnorm = None
     if dout is not None and ctx.saved:
         x, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight = ctx.saved_tensors
-        wanted = [need_x, need_gate or need_up, need_down, need_norm]
-        dx, dw, ddown, dnorm = torch.ops.coda.fused_mlp_backward(
-            dout, x, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight, ctx.residual_is_x, ctx.activation, wanted
-        )
-        dx, ddown, dnorm = (t if needed else None for t, needed in ((dx, need_x), (ddown, need_down), (dnorm, need_norm)))
-        if need_gate or need_up:
-            f = preactivation.shape[1] // 2
-            dgate, dup = (dw, None) if w_up is None else (dw[:f] if need_gate else None, dw[f:] if need_up else None)
+        # With the recomputed product for the down projection's weight.
+        dz, product, correction = torch.ops.coda.dglu(dout, w_down, preactivation, rstd, ctx.activation, x.shape[1], need_down)
+        if need_down:
+            ddown = weight_gradient(w_down, dout.t(), product)
+        incoming = dout if ctx.residual_is_x else None
+        if rstd is not None:
+            dx, dnorm, dgate = norm_gradient(
+                dz, correction, x, norm_weight, w_gate_up, w_up, incoming, need_x, need_norm, need_gate or need_up
+            )
+        else:
+            w = w_gate_up if w_up is None else torch.cat((w_gate_up, w_up))
+            dx = torch.ops.coda.gemm(dz, w, None, incoming) if need_x else None
+            if need_gate or need_up:
+                dgate = weight_gradient(w_gate_up, dz.t(), x) if w_up is None else torch.ops.coda.gemm(dz.t(), x)
+        if w_up is not None and dgate is not None:
+            f = w_gate_up.shape[0]
+            dgate, dup = (dgate[:f] if need_gate else None), (dgate[f:] if need_up else None)
     return dx, None, None, dgate, dup, ddown, dnorm, (dout if need_residual else None), None, None, None, None, None, None, None
 
 
 torch.library.register_autograd("coda::fused_mlp", _backward, setup_context=_setup)
-no_second_derivative("coda::fused_mlp_backward", "coda.fused_mlp_forward")
+for _op in ("rstd_glu", "dglu"):
+    no_second_derivative(f"coda::{_op}", "coda.fused_mlp_forward")

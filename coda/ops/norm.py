@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda.ops._common import as_rows, check_devices, check_optional_tensor, check_tensor, fake, statistics_dtype
+from coda.ops._common import as_rows, check_devices, check_optional_tensor, check_tensor, fake, statistics_dtype, weight_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +105,24 @@ def _backward(ctx: Any, dh: Tensor | None, drstd: Tensor | None) -> tuple:
 
 
 torch.library.register_autograd("coda::rms_norm_stats", _backward, setup_context=_setup)
+
+
+def norm_gradient(dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w):
+    """(dx, dnorm_weight, dw) of rstd (x norm_weight) W^T from dz, the gradient of the product before it is scaled, and the correction
+    rstd^2 S / D (programs/norm.hpp in csrc); dx with the gradient `incoming` on the residual stream added. dw is that of [w; w_up]."""
+    dx = dnorm = dw = h = None
+    if need_x or need_norm:
+        want_h = need_w and norm_weight is not None
+        dx, h, dnorm = torch.ops.coda.norm_backward(dz, w, w_up, x, norm_weight, correction, incoming, want_h, need_norm)
+        dx, h, dnorm = (t if wanted else None for t, wanted in ((dx, need_x), (h, want_h), (dnorm, need_norm)))
+    if need_w:
+        if h is None:
+            h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
+        dw = torch.ops.coda.gemm(dz.t(), h) if w_up is not None else weight_gradient(w, dz.t(), h)
+    return dx, dnorm, dw
+
+
+@fake("coda::norm_backward")
+def _(dz, weight, w_up, x, norm_weight, correction, incoming, want_h, want_dnorm):
+    norm = x if norm_weight is None else norm_weight
+    return x.new_empty((x.shape[0], x.shape[1])), x.new_empty(x.shape if want_h else (0,)), norm.new_empty((x.shape[1],) if want_dnorm else (0,))

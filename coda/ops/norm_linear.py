@@ -24,7 +24,7 @@ from coda.ops._common import (
     statistics_dtype,
 )
 from coda.ops.mlp import split_pair
-from coda.ops.norm import NormStats
+from coda.ops.norm import NormStats, norm_gradient
 
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 _PLAIN = {None: "identity", "relu": "relu", "relu2": "relu2", "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -194,20 +194,6 @@ def _forward(h, rstd, w, w_up, bias, act, gated, save):
     return torch.ops.coda.rstd_act(h, rstd, w, bias, act, save)
 
 
-def _norm_gradient(ctx, dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w):
-    """(dx, dnorm_weight, dw) from dz, the gradient of the unscaled product."""
-    dx = dnorm = dw = h = None
-    if need_x or need_norm:
-        want_h = need_w and norm_weight is not None
-        dx, h, dnorm = torch.ops.coda.norm_backward(dz, w, w_up, x, norm_weight, correction, incoming, want_h, need_norm)
-        dx, h, dnorm = (t if wanted else None for t, wanted in ((dx, need_x), (h, want_h), (dnorm, need_norm)))
-    if need_w:
-        if h is None:
-            h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
-        dw = torch.ops.coda.gemm(dz.t(), h)
-    return dx, dnorm, dw
-
-
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, h, rstd, norm_weight, w, w_up, bias, act, gated):
@@ -238,7 +224,7 @@ class _NormLinear(torch.autograd.Function):
             dz, _, correction = torch.ops.coda.dglu(dy, None, z, rstd, ctx.act, width, False)
         else:
             dz, _, correction, dbias = torch.ops.coda.dact(dy, None, z, rstd, bias, ctx.act, width, False)
-        dx, dnorm, dw = _norm_gradient(ctx, dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w or need_up)
+        dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w or need_up)
         dup = None
         if w_up is not None and dw is not None:
             f = w.shape[0]
@@ -278,7 +264,7 @@ class _NormRope(torch.autograd.Function):
             *ctx.numbers,
             x.shape[1],
         )
-        dx, dnorm, dw = _norm_gradient(ctx, dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
+        dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
         return dx, None, None, dnorm, dw, (dbias if need_bias else None), None, None, None
 
 
@@ -313,11 +299,5 @@ def _(dq, dk, dv, y, rstd, bias, cos, sin, positions, period, head_dim, columns,
     )
 
 
-@fake("coda::norm_backward")
-def _(dz, weight, w_up, x, norm_weight, correction, incoming, want_h, want_dnorm):
-    norm = x if norm_weight is None else norm_weight
-    return x.new_empty((x.shape[0], x.shape[1])), x.new_empty(x.shape if want_h else (0,)), norm.new_empty((x.shape[1],) if want_dnorm else (0,))
-
-
-for _op in ("rstd_act", "dact", "rstd_glu", "dglu", "rstd_rope", "rope_backward", "norm_backward"):
+for _op in ("rstd_act", "dact", "rstd_rope", "rope_backward", "norm_backward"):
     no_second_derivative(f"coda::{_op}", "coda.norm_linear")

@@ -64,6 +64,16 @@ at::Tensor gemm(GemmCall const& call) {
   return out;
 }
 
+void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b) {
+  note(a.is_cpu() ? "cpu" : "sm90", a.is_cpu() ? "" : "library");
+  if (a.numel() == 0 || b.numel() == 0) return;
+  if (a.is_cpu() || a.scalar_type() == at::kDouble || a.scalar_type() == at::kFloat) {
+    out.add_(at::mm(a.to(statistics_type(a)), b.to(statistics_type(a))));
+  } else {
+    at::addmm_out(out, out, a, b, at::kFloat);
+  }
+}
+
 LinearResidualResult linear_residual(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,
                                      OptionalTensor const& gamma, double eps) {
   if (use_eager(a)) return eager::linear_residual(a, w, bias, residual, gamma, eps);

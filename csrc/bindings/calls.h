@@ -86,6 +86,9 @@ struct RopeArguments {
 
 CODA_CALLS
 
+// out += a b with out in fp32, without rounding the product first.
+void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b);
+
 // Plain torch operators, for dtypes and devices without kernels.
 namespace eager {
 CODA_CALLS

@@ -57,6 +57,20 @@ Tensor gemm_op(Tensor const& a, Tensor const& b, OptionalTensor const& bias, Opt
   return gemm({a, b, bias, source, alpha, beta});
 }
 
+// out += a b, in fp32.
+void gemm_accumulate_op(Tensor out, Tensor const& a, Tensor const& b) {
+  check_floating("a", a);
+  check_dim("a", a, 2, "M, K");
+  check_like("b", b, "a", a);
+  check_dim("b", b, 2, "K, N");
+  TORCH_CHECK_VALUE(a.size(1) == b.size(0), "b has shape ", shape_string(b), ", expected ", a.size(1), " rows as a has columns");
+  TORCH_CHECK_VALUE(out.device() == a.device(), "out is on ", out.device(), ", expected ", a.device(), " as a");
+  TORCH_CHECK_TYPE(out.scalar_type() == at::kFloat, "out has dtype ", out.scalar_type(), ", expected float32");
+  check_shape("out", out, {a.size(0), b.size(1)}, "the shape of the product");
+  Call call(a);
+  gemm_accumulate(out, a, b);
+}
+
 void check_weights(Tensor const& x, Tensor const& w_gate_up, OptionalTensor const& w_up, char const* x_name) {
   bool const pair = get(w_up);
   char const* name = pair ? "w_gate_up[0]" : "w_gate_up";
@@ -346,38 +360,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fused_mlp_op(Tensor const& x,
           statistics(next.rstd)};
 }
 
-// Gradients of x, w_gate_up (both halves as [2F, D]), w_down and norm_weight; `wanted` in that order, empty where not wanted.
-std::tuple<Tensor, Tensor, Tensor, Tensor> fused_mlp_backward_op(Tensor const& dout, Tensor const& x, OptionalTensor const& rstd,
-                                                                 Tensor const& preactivation, Tensor const& w_gate_up, OptionalTensor const& w_up,
-                                                                 Tensor const& w_down, OptionalTensor const& norm_weight, bool residual_is_x,
-                                                                 std::string const& activation, c10::List<bool> const& wanted) {
-  check_like("dout", dout, "x", x);
-  check_shape("dout", dout, {x.size(0), w_down.size(0)}, "the shape of the output");
-  TORCH_CHECK_VALUE(wanted.size() == 4, "wanted has ", wanted.size(), " entries, expected 4");
-  bool const want_x = wanted.get(0), want_gate_up = wanted.get(1), want_down = wanted.get(2), want_norm = wanted.get(3) && get(norm_weight);
-  ActivationKind const kind = gate_kind(activation);
-  Call call(x);
-  ActivationGradient const d = dglu(dout, w_down, preactivation, rstd, kind, x.size(1), want_down);
-  OptionalTensor const incoming = residual_is_x ? OptionalTensor(dout) : std::nullopt;
-  Tensor dx, dw_gate_up, dw_down, dnorm, h;
-  if (want_down) dw_down = gemm({dout.t(), d.value, std::nullopt, std::nullopt, 1, 0});
-  if (want_x || want_norm) {
-    Tensor const w = joined(w_gate_up, w_up);
-    if (get(rstd)) {
-      NormGradient n = norm_backward(d.dz, w, x, norm_weight, d.correction, incoming, want_gate_up && get(norm_weight), want_norm);
-      dx = n.dx, h = n.h, dnorm = n.dgamma;
-    } else {
-      dx = gemm({d.dz, w, std::nullopt, incoming, 1, 1});
-    }
-  }
-  if (want_gate_up) {
-    if (!h.defined()) h = get(norm_weight) ? std::get<0>(row_stats(x, norm_weight, 0)) : x;
-    dw_gate_up = gemm({d.dz.t(), h, std::nullopt, std::nullopt, 1, 0});
-  }
-  return {empty_like_missing(want_x ? dx : Tensor(), x), empty_like_missing(dw_gate_up, x), empty_like_missing(dw_down, x),
-          empty_like_missing(dnorm, get(norm_weight) ? *get(norm_weight) : x)};
-}
-
 Tensor linear_op(Tensor const& x, Tensor const& weight, OptionalTensor const& bias, OptionalTensor const& residual) {
   check_floating("x", x);
   check_dim("x", x, 2, "tokens, width");
@@ -400,6 +382,7 @@ template <class Library>
 void implement(Library& m) {
   m.impl("rms_norm_stats", &rms_norm_stats_op);
   m.impl("gemm", &gemm_op);
+  m.impl("gemm_accumulate_", &gemm_accumulate_op);
   m.impl("linear", &linear_op);
   m.impl("linear_residual", &linear_residual_op);
   m.impl("rstd_act", &rstd_act_op);
@@ -410,7 +393,6 @@ void implement(Library& m) {
   m.impl("rope_backward", &rope_backward_op);
   m.impl("norm_backward", &norm_backward_op);
   m.impl("fused_mlp", &fused_mlp_op);
-  m.impl("fused_mlp_backward", &fused_mlp_backward_op);
 }
 
 }  // namespace
@@ -418,6 +400,7 @@ void implement(Library& m) {
 TORCH_LIBRARY(coda, m) {
   m.def("rms_norm_stats(Tensor x, Tensor? norm_weight, float eps) -> (Tensor, Tensor)");
   m.def("gemm(Tensor a, Tensor b, Tensor? bias=None, Tensor? source=None, float alpha=1, float beta=1) -> Tensor");
+  m.def("gemm_accumulate_(Tensor(a!) out, Tensor a, Tensor b) -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor");
   m.def("linear_residual(Tensor a, Tensor weight, Tensor? bias, Tensor residual, Tensor? next_norm_weight, float eps) -> (Tensor, Tensor, Tensor)");
   m.def("rstd_act(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, str activation, bool store_preactivation) -> (Tensor, Tensor)");
@@ -440,9 +423,6 @@ TORCH_LIBRARY(coda, m) {
       "fused_mlp(Tensor x, Tensor? stats_h, Tensor? stats_rstd, Tensor w_gate_up, Tensor? w_up, Tensor w_down, Tensor? norm_weight, Tensor? residual, "
       "bool residual_is_x, Tensor? next_norm_weight, str activation, float eps, float next_eps, bool next_stats, bool save) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "fused_mlp_backward(Tensor dout, Tensor x, Tensor? rstd, Tensor preactivation, Tensor w_gate_up, Tensor? w_up, Tensor w_down, "
-      "Tensor? norm_weight, bool residual_is_x, str activation, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(coda, CPU, m) { implement(m); }

@@ -25,7 +25,9 @@ CODA_HD double exp_(double x) { return ::exp(x); }
 // 1 / x for x in [1, inf].
 CODA_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
-  return __fdividef(1.0f, x);
+  float y;  // __fdividef() scales its operands first, for denominators that do not come here
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 #else
   return 1.0f / x;
 #endif

@@ -1,8 +1,8 @@
 // Drives any epilogue program inside CUTLASS's SM90 TMA epilogue, as one flat visitor node.
 //
 // CUTLASS calls visit(acc, ...) with a thread's values of one subtile. The node visits the loads, applies the program to every value (or
-// pair), and hands the results to the sinks. The first TileLoad is the collective's own C operand (so that kReuseSource can apply), the first
-// TileStore its D; everything else has a node of its own (nodes.hpp).
+// pair), and hands the results to the sinks. The first TileStore is the collective's own D; everything else has a node of its own (nodes.hpp),
+// tile loads too, since the collective's C could not be absent.
 #pragma once
 
 #include "coda/layouts.hpp"
@@ -66,42 +66,36 @@ struct Context {
 };
 
 // --- loads -----------------------------------------------------------------------------------------------------------------------
-template <class Context, class Load, bool kFirstTile>
+template <class Context, class Load>
 struct LoadNode;
 
-template <class Context, bool kFirstTile>
-struct LoadNode<Context, Scalar, kFirstTile> {
+template <class Context>
+struct LoadNode<Context, Scalar> {
   using Node = ScalarNode;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {float(r.value)}; }
 };
 
-template <class Context, int kAbsent, bool kFirstTile>
-struct LoadNode<Context, RowVector<kAbsent>, kFirstTile> {
+template <class Context, int kAbsent>
+struct LoadNode<Context, RowVector<kAbsent>> {
   using Node = RowVectorNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.fp32, r.pair_stride}; }
 };
 
-template <class Context, int kAbsent, bool kFirstTile>
-struct LoadNode<Context, ColVector<kAbsent>, kFirstTile> {
+template <class Context, int kAbsent>
+struct LoadNode<Context, ColVector<kAbsent>> {
   using Node = ColVectorNode<typename Context::Config, Context::kPairing, kAbsent>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, true, 0}; }
 };
 
-template <class Context, int kAbsent, bool kFirstTile>
-struct LoadNode<Context, TableRow<kAbsent>, kFirstTile> {
+template <class Context, int kAbsent>
+struct LoadNode<Context, TableRow<kAbsent>> {
   using Node = TableNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const& g) { return {r.data, r.ld, r.fp32, g.rotation}; }
 };
 
 template <class Context>
-struct LoadNode<Context, TileLoad, true> {
-  using Node = SourceNode<typename Context::Element>;
-  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data != nullptr}; }
-};
-
-template <class Context>
-struct LoadNode<Context, TileLoad, false> {
-  static_assert(Context::kPairing != Pairing::kHalves, "only the first tile of a program over two halves can be loaded");
+struct LoadNode<Context, TileLoad> {
+  static_assert(Context::kPairing != Pairing::kHalves, "tile loads of a program over two halves have no node");
   using Node = TileLoadNode<typename Context::Config, typename Context::Element>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.ld}; }
 };
@@ -175,7 +169,6 @@ struct Epilogue {
   using Tile = typename Context::Tile;
   static constexpr int kColumns = Program::kColumns;
   static constexpr Pairing kPairing = kPairingOf<Program>;
-  static constexpr int kSource = detail::find_first<TileLoad>(Loads{});   // the load that is the collective's C, or -1
   static constexpr int kMain = detail::find_first<TileStore>(Sinks{});    // the sink that is the collective's D, or -1
   static constexpr int kInputs = InputSlots<Program>::count;
   static constexpr int kOutputs = OutputSlots<Program>::count;
@@ -184,7 +177,7 @@ struct Epilogue {
   using LoadIndices = cute::make_seq<Loads::size>;
   using SinkIndices = decltype(detail::kept_indices<kMain, Sinks::size>());
   template <int kIndex>
-  using LoadAt = detail::LoadNode<Context, typename detail::At<kIndex, Loads>::type, kIndex == kSource>;
+  using LoadAt = detail::LoadNode<Context, typename detail::At<kIndex, Loads>::type>;
   template <int kIndex>
   using SinkAt = detail::SinkNode<Context, typename detail::At<kIndex, Sinks>::type>;
 
@@ -279,16 +272,15 @@ struct Epilogue {
 
   // The collective, with this kernel's stage counts instead of the builder's.
   static constexpr int kFragment = Config::kEpilogueM * Config::kEpilogueN / (Config::kCooperative ? 256 : 128);
-  static constexpr bool kReuse = Config::kReuseSource && kSource >= 0 && kMain >= 0;
   // Delaying a store by one subtile overlaps it with the next one's arithmetic; with loads it only holds buffers longer.
-  static constexpr bool kDelayStore = kSource < 0;
-  using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<Config::kStagesLoad, Config::kStagesStore, kFragment, kReuse, kDelayStore>;
+  static constexpr bool kDelayStore = detail::find_first<TileLoad>(Loads{}) < 0;
+  using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<Config::kStagesLoad, Config::kStagesStore, kFragment, /*ReuseSmemC=*/false, kDelayStore>;
   using StrideD = typename Tile::StrideD;
   using Load = detail::collective::AuxLoadDescriptor<Context, StrideRow, Element>;
   using Store = detail::collective::AuxStoreDescriptor<Context, StrideD, Element>;
   using SmemAtom = typename detail::TileAtom<Config, Element, typename Store::SmemLayoutAtom, Tile::kPaired>::type;
   using Collective = cutlass::epilogue::collective::CollectiveEpilogue<
-      Policy, typename Tile::Cta, typename Tile::Epilogue, cute::conditional_t<(kSource >= 0), Element, void>, StrideD,
+      Policy, typename Tile::Cta, typename Tile::Epilogue, /*ElementC=*/void, StrideD,
       cute::conditional_t<(kMain >= 0), Element, void>, StrideD, Visitor, SM90_TMA_LOAD, SmemAtom,
       cute::conditional_t<kColumns == 1, typename Load::CopyOpS2R, SM75_U32x4_LDSM_N>, SM90_TMA_STORE, SmemAtom,
       typename Store::CopyOpR2S, Copy_Atom<SM90_U32x4_STSM_N, cutlass::half_t>, void>;
@@ -304,10 +296,6 @@ struct Epilogue {
   static typename Collective::Arguments arguments(GemmArguments const& g) {
     typename Collective::Arguments args{};
     args.thread = ImplTraits::arguments(g);
-    if constexpr (kSource >= 0) {
-      args.ptr_C = static_cast<Element const*>(g.loads[kSource].data);
-      args.dC = stride(g.loads[kSource]);
-    }
     if constexpr (kMain >= 0) {
       args.ptr_D = static_cast<Element*>(g.sinks[kMain].data);
       args.dD = stride(g.sinks[kMain]);

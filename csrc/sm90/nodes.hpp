@@ -293,38 +293,6 @@ struct TableNode : PlainNode<TableArguments> {
   }
 };
 
-struct SourceArguments {
-  bool present = true;
-};
-
-// The tile that the collective itself loads as its C. Absent: zeros, and no load.
-template <class Element>
-struct SourceNode : PlainNode<SourceArguments> {
-  CUTLASS_HOST_DEVICE SourceNode() {}
-  CUTLASS_HOST_DEVICE SourceNode(SourceArguments const& p, SharedStorage const&) : present(p.present) {}
-  bool present = true;
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return present; }
-  CUTLASS_DEVICE bool is_C_load_needed() const { return present; }
-
-  template <class Source>
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Source const& tCrC;  // (CPY,CPY_M,CPY_N)
-    bool present;
-    CUTLASS_DEVICE Callbacks(Source const& c, bool p) : tCrC(c), present(p) {}
-    template <class Acc, int kFragment>
-    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int epi_v, int, int) {
-      using Value = typename Source::value_type;
-      Array<Value, kFragment> result = recast<Array<Value, kFragment>>(tCrC)(epi_v);
-      if (!present) result.clear();
-      return result;
-    }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks<cute::remove_cvref_t<decltype(args.tCrC)>>(args.tCrC, present);
-  }
-};
-
 struct TileArguments {
   void* data = nullptr;
   int64_t ld = 0;
@@ -375,7 +343,7 @@ struct TileShapes {
   }
 };
 
-// An M x N tile loaded beside the collective's C, in the same pipeline.
+// An M x N tile, in the collective's load pipeline. Null: zeros, and no load.
 template <class Config, class Element>
 struct TileLoadNode : NodeBase {
   static constexpr int kStages = Config::kStagesLoad;
@@ -385,16 +353,17 @@ struct TileLoadNode : NodeBase {
   using Tma = typename Shapes::template Tma<SM90_TMA_LOAD>;
   struct Params {
     Tma tma;
+    bool present;
   };
   template <class ProblemShape>
   static Params to_underlying_arguments(ProblemShape const& problem_shape, Arguments const& args, void*) {
-    return {Shapes::template make_tma<SM90_TMA_LOAD>(problem_shape, args)};
+    return {Shapes::template make_tma<SM90_TMA_LOAD>(problem_shape, args), args.data != nullptr};
   }
   CUTLASS_HOST_DEVICE TileLoadNode() {}
   CUTLASS_HOST_DEVICE TileLoadNode(Params const& p, SharedStorage const& storage) : params(&p), smem(const_cast<Element*>(storage.smem.data())) {}
   Params const* params = nullptr;
   Element* smem = nullptr;
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return params->present; }
 
   template <class GTensor, class STensor>
   struct ProducerCallbacks : fusion::detail::EmptyProducerLoadCallbacks {
@@ -403,7 +372,7 @@ struct TileLoadNode : NodeBase {
     Params const* params;
     CUTLASS_DEVICE ProducerCallbacks(GTensor const& g, STensor const& s, Params const* p) : bGS_gTile(g), bGS_sTile(s), params(p) {}
     CUTLASS_DEVICE void step(uint64_t* full_barrier, int epi_m, int epi_n, int load_iteration, bool issue_tma_load) {
-      if (!issue_tma_load) return;
+      if (!issue_tma_load || !params->present) return;
       constexpr uint32_t kBytes = uint32_t(cute::size(typename Shapes::SmemLayoutTma{}) * sizeof(Element));
       cutlass::arch::ClusterTransactionBarrier::expect_transaction(full_barrier, kBytes);
       copy(params->tma.with(*full_barrier), bGS_gTile(_, _, _, epi_m, epi_n), bGS_sTile(_, _, _, load_iteration % kStages));
@@ -424,8 +393,10 @@ struct TileLoadNode : NodeBase {
     RTensor tC_rTile;  // (CPY,CPY_M,CPY_N)
     TiledS2R tiled_s2r;
     STensorS2R tSR_sTile;  // (S2R,S2R_M,S2R_N,PIPE)
-    CUTLASS_DEVICE Callbacks(RTensor const& r, TiledS2R const& t, STensorS2R const& s) : tC_rTile(r), tiled_s2r(t), tSR_sTile(s) {}
+    bool present;
+    CUTLASS_DEVICE Callbacks(RTensor const& r, TiledS2R const& t, STensorS2R const& s, bool p) : tC_rTile(r), tiled_s2r(t), tSR_sTile(s), present(p) {}
     CUTLASS_DEVICE void previsit(int, int, int load_iteration, bool) {
+      if (!present) return clear(tC_rTile);
       auto tSR_rTile = make_tensor(tC_rTile.data(), layout(tiled_s2r.get_slice(0).retile_S(RTensor{})));
       copy(tiled_s2r, tSR_sTile(_, _, _, load_iteration % kStages), tSR_rTile);
     }
@@ -442,7 +413,7 @@ struct TileLoadNode : NodeBase {
     auto sTile = as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(smem), typename Shapes::SmemLayout{}));
     auto tSR_sTile = thread_s2r.partition_S(sTile);
     auto tC_rTile = make_tensor<Element>(take<0, 3>(shape(args.tiled_copy.get_slice(args.thread_idx).partition_S(sTile))));
-    return Callbacks<decltype(tC_rTile), decltype(tiled_s2r), decltype(tSR_sTile)>(tC_rTile, tiled_s2r, tSR_sTile);
+    return Callbacks<decltype(tC_rTile), decltype(tiled_s2r), decltype(tSR_sTile)>(tC_rTile, tiled_s2r, tSR_sTile, params->present);
   }
 };
 
