@@ -24,7 +24,7 @@ struct Option {
   char const* help;
 };
 enum {  // in the order of kOptions; those of the second line hold for the whole run
-  kProgram, kM, kN, kK, kLayout, kDtype, kKernel, kAllKernels, kSwizzle, kRaster, kRounds, kSeed, kWorkspace,
+  kProgram, kM, kN, kK, kLayout, kDtype, kHeadDim, kKernel, kAllKernels, kSwizzle, kRaster, kRounds, kSeed, kWorkspace,
   kSweep, kSkipMissing, kJson, kList, kHelp
 };
 Option const kOptions[] = {
@@ -32,8 +32,9 @@ Option const kOptions[] = {
     {"m", "M", "rows of the result"},
     {"n", "N", "columns of the program's result, see below"},
     {"k", "K", "length of the sums"},
-    {"layout", "tn|nn|nt", "tn: A [M, K], B [N, K]; nn: B is [K, N]; nt: also A is [K, M]; default nn for dswiglu, else tn"},
+    {"layout", "tn|nn|nt", "tn: A [M, K], B [N, K]; nn: B is [K, N]; nt: also A is [K, M]; default: the program's usual one"},
     {"dtype", "bf16|fp16", "of operands and results, default bf16"},
+    {"head-dim", "COLUMNS", "of a head, for rotary programs; default 64, or what the kernel of --kernel was built for"},
     {"kernel", "KEY", "take this kernel, not the one that dispatch chooses; it implies program, layout and dtype"},
     {"all-kernels", nullptr, "measure every kernel that can run the case"},
     {"swizzle", "TILES", "width of a raster band, default the kernel's own"},
@@ -79,18 +80,21 @@ void print_help() {
   std::printf(
       "usage: coda_bench --program NAME -m M -n N -k K [options]\n\n"
       "Measures a GEMM with an epilogue program: its error against fp64 on 16 rows, and its speed next to cuBLASLt's plain GEMM of the\n"
-      "same operands, in turns in this process.\n\n");
+      "same operands, in turns in this process. Sums over all rows are checked in 16 columns.\n\n");
   for (Option const& o : kOptions) {
     std::string const left = spelled(o) + (o.argument ? std::string(" ") + o.argument : "");
     std::printf("  %-20s  %s\n", left.c_str(), o.help);
   }
+  std::string list;
+  for (Program const& p : programs()) list += std::string("  ") + p.layout + "  " + p.name + "\n";
   std::printf(
-      "\nPrograms: %s.\n\n"
-      "-n is the number of columns of the program's result: F for rstd_swiglu and rstd_swiglu_preactivation, whose GEMM has 2F columns,\n"
-      "the gates' and the ups'. FLOPs are 2 M N_gemm K, with the GEMM's columns, for both sides. The ratio is CODA's speed over\n"
-      "cuBLASLt's: above 1, CODA did the GEMM and the epilogue in less time than cuBLASLt the GEMM.\n\n"
+      "\nPrograms, behind the layout that each takes by default:\n%s\n"
+      "-n is the number of columns of the program's result: F for rstd_swiglu, rstd_geglu and their _preactivation, whose GEMM has\n"
+      "2F columns, the gates' and the ups'. For rotary programs it is a multiple of --head-dim, and the last sixth of the heads does not\n"
+      "turn. FLOPs are 2 M N_gemm K, with the GEMM's columns, for both sides. The ratio is CODA's speed over cuBLASLt's: above 1, CODA did\n"
+      "the GEMM and the epilogue in less time than cuBLASLt the GEMM.\n\n"
       "Exit code: 0; 1 if a result was wrong or a call failed; 2 for a wrong command line, or without a suitable GPU.\n",
-      program_names().c_str());
+      list.c_str());
 }
 
 Error usage(std::string const& what) { return {Error::kUsage, what}; }
@@ -143,6 +147,7 @@ void parse(std::vector<std::string> arguments, Case& c, Options* options) {
       case kK: c.k = integer(o, optarg, 1, kLargest); break;
       case kLayout: choose(o, c.layout = optarg, {"tn", "nn", "nt"}); break;
       case kDtype: choose(o, c.dtype = optarg, {"bf16", "fp16"}); break;
+      case kHeadDim: c.head_dim = integer(o, optarg, 8, 1024); break;
       case kKernel: c.kernel = optarg; break;
       case kAllKernels: c.all_kernels = true; break;
       case kSwizzle: c.swizzle = int(integer(o, optarg, 1, 1024)); break;
@@ -166,6 +171,7 @@ void parse(std::vector<std::string> arguments, Case& c, Options* options) {
 
 // Fills in what follows from the rest, and refuses what cannot be meant.
 void complete(Case& c) {
+  int built_for = 0;  // this rotary dimension
   if (!c.kernel.empty()) {
     if (c.all_kernels) throw usage("--kernel and --all-kernels exclude each other");
     std::vector<KernelInfo const*> const all = kernels();
@@ -179,10 +185,20 @@ void complete(Case& c) {
     if (c.program == nullptr)
       throw usage(std::string("the benchmark does not know the program ") + kernel.program + "; known are " + program_names());
     c.layout = kernel.layout, c.dtype = kernel.dtype;
+    built_for = kernel.head_halves;
   }
   if (c.program == nullptr) throw usage("--program is missing; known are " + program_names());
   if (c.m == 0 || c.n == 0 || c.k == 0) throw usage("-m, -n and -k are all needed");
   if (c.layout.empty()) c.layout = c.program->layout;
+  if (!c.program->rotates()) {
+    c.head_dim = 0;
+  } else {
+    if (c.head_dim == 0) c.head_dim = built_for != 0 ? built_for : 64;
+    if (c.head_dim % 8 != 0) throw usage("--head-dim takes a multiple of 8, not " + std::to_string(c.head_dim));
+    if (c.n % c.head_dim != 0)
+      throw usage("-n " + std::to_string(c.n) + " is no whole number of heads of --head-dim " + std::to_string(c.head_dim) + ", which " +
+                  c.program->name + " needs");
+  }
 }
 
 std::vector<Case> read_sweep(std::string const& path, Case const& defaults) {
@@ -234,7 +250,7 @@ std::string version(int v) { return std::to_string(v / 1000) + "." + std::to_str
 
 std::string title(Case const& c) {
   return std::string(c.program->name) + " " + c.layout + " " + c.dtype + ", M " + std::to_string(c.m) + ", N " + std::to_string(c.n) +
-         ", K " + std::to_string(c.k);
+         ", K " + std::to_string(c.k) + (c.head_dim != 0 ? ", heads of " + std::to_string(c.head_dim) : "");
 }
 
 bool serves(KernelInfo const& kernel, Case const& c) {
@@ -337,13 +353,14 @@ std::string describe(Case const& c, Problem const& problem, Result const& r) {
   Object result;
   result.add("program", c.program->name).add("layout", c.layout).add("dtype", c.dtype);
   result.add("m", c.m).add("n", c.n).add("n_gemm", c.gemm_n()).add("k", c.k);
+  if (c.head_dim != 0) result.add("head_dim", c.head_dim);
   result.add("kernel", r.kernel->key);
   if (c.swizzle != 0) result.add("swizzle", c.swizzle);
   if (c.raster != 0) result.add("raster", c.raster == 1 ? "m" : "n");
   result.add("seed", c.seed).add("rounds", c.rounds).add("input_sets", problem.input_sets());
   result.add("passed", r.passed()).add("error", r.worst().error.norm);
   result.add("errors", errors).add("element_errors", elements).add("bounds", bounds);
-  result.add("not_finite", r.not_finite).add("reproducible", r.reproducible);
+  result.add("not_finite", r.not_finite).add("overrun", r.overrun).add("reproducible", r.reproducible);
   if (c.rounds > 0) {
     result.add("ms", r.coda_ms).add("tflops", tflops(c, r.coda_ms)).add("ratio", r.ratio).add("rounds_ms", r.coda_rounds);
     Object library;
@@ -380,6 +397,7 @@ void print(Case const& c, Result const& r) {
     if (!o.right()) std::printf(" (one element: %.2e; at most %.1e and %.1e are right)", o.error.element, o.bound, 2 * o.bound);
   }
   if (r.not_finite > 0) std::printf("; %llu values are not finite", r.not_finite);
+  if (r.overrun > 0) std::printf("; %zu values were written behind the partial sums", r.overrun);
   if (!r.reproducible) std::printf("; a second launch gave other bits");
   std::printf("\n");
   if (c.rounds > 0)

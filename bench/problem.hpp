@@ -23,6 +23,7 @@ struct Case {
   Program const* program = nullptr;
   std::string layout, dtype = "bf16";
   std::int64_t m = 0, n = 0, k = 0;
+  std::int64_t head_dim = 0;  // of a program that rotates, whose heads turn as a whole
   std::string kernel;  // forced, if not empty
   bool all_kernels = false;
   int swizzle = 0, raster = 0;  // as in GemmArguments
@@ -30,9 +31,10 @@ struct Case {
   std::uint64_t seed = 0;
   std::int64_t workspace_mib = 64;
 
-  std::int64_t gemm_n() const { return n * program->columns; }
+  std::int64_t gemm_n() const { return n * program->halves(); }
   double flops() const { return 2.0 * double(m) * double(gemm_n()) * double(k); }
   Type type() const { return dtype == "bf16" ? Type::kBf16 : Type::kFp16; }
+  Rounding rounding() const { return type() == Type::kBf16 ? kRoundBf16 : kRoundFp16; }
 };
 
 struct Errors {
@@ -50,6 +52,7 @@ struct Result {
   KernelInfo const* kernel = nullptr;
   std::vector<Output> outputs;
   unsigned long long not_finite = 0;  // elements of any output, NaN where nothing was written
+  std::size_t overrun = 0;            // numbers written behind the end of the partial sums
   bool reproducible = false;          // a second launch gave the same bits
   // Only with rounds > 0:
   std::vector<double> coda_rounds, library_rounds;  // milliseconds
@@ -63,7 +66,7 @@ struct Result {
   }
   bool passed() const {
     bool const right = std::all_of(outputs.begin(), outputs.end(), [](Output const& o) { return o.right(); });
-    return right && not_finite == 0 && reproducible;
+    return right && not_finite == 0 && overrun == 0 && reproducible;
   }
 };
 
@@ -79,17 +82,43 @@ inline GemmArguments shape_of(Case const& c) {
   g.m = c.m, g.n = c.gemm_n(), g.k = c.k;
   g.a.ld = c.layout == "nt" ? c.m : c.k;
   g.b.ld = c.layout == "tn" ? c.k : g.n;
-  g.b.pair_stride = c.program->columns == 2 ? c.n * g.b.ld : 0;
+  g.b.pair_stride = c.program->halves() == 2 ? c.n * g.b.ld : 0;
+  if (c.program->rotates()) {
+    // Four sequences behind each other, in heads of queries, keys and values: the values, a sixth as in grouped attention, stay.
+    std::int64_t const heads = c.n / c.head_dim;
+    g.rotation.head_dim = g.rotation.rotary_dim = c.head_dim;
+    g.rotation.columns = (heads - heads / 6) * c.head_dim;
+    g.rotation.period = ceil_div(c.m, 4);
+  }
   g.swizzle = c.swizzle, g.raster = c.raster;
   return g;
 }
 
+// The columns of the GEMM that call number `i` of the program sees; both are the same if it sees only one.
+struct Columns {
+  std::int64_t first, second;
+};
+inline Columns columns_of(Case const& c, std::int64_t i) {
+  switch (c.program->pairing) {
+    case Pairing::kHalves: return {i, i + c.n};
+    case Pairing::kAdjacent: return {2 * i, 2 * i + 1};
+    case Pairing::kHeadHalves: {
+      std::int64_t const half = c.head_dim / 2, first = i / half * c.head_dim + i % half;
+      return {first, first + half};
+    }
+    case Pairing::kNone: break;
+  }
+  return {i, i};
+}
+
+constexpr int kSamples = 16;  // rows of the result that are checked, and columns of the sums over all rows
+
 // acc[r][n] = sum_k a[r][k] B[n, k] in fp64, for B[n, k] = b[n stride_n + k stride_k].
 inline std::vector<double> accumulate(std::vector<std::vector<double>> const& a, std::vector<std::uint16_t> const& b, Type type,
                                       std::int64_t n, std::int64_t stride_n, std::int64_t stride_k) {
-  constexpr int kRows = 16, kColumns = 32;  // 32 columns are a cache line of an N-major B; rows are innermost, so that they vectorise
+  constexpr int kRows = kSamples, kColumns = 32;  // 32 columns are a cache line of an N-major B; rows are innermost, so that they vectorise
   std::size_t const rows = a.size(), k = a[0].size();
-  if (rows > kRows) throw Error(Error::kFailed, "accumulate() takes at most 16 rows");
+  if (rows > kRows) throw Error(Error::kFailed, "accumulate() takes too many rows");
   std::vector<double> by_k(k * kRows), acc(rows * std::size_t(n));
   for (std::size_t r = 0; r < rows; ++r)
     for (std::size_t i = 0; i < k; ++i) by_k[i * kRows + r] = a[r][i];
@@ -125,8 +154,9 @@ class Problem {
     if (std::size_t const bytes = sets_[0]->bytes(); bytes <= l2_bytes && c.rounds > 0)
       for (std::size_t i = 1; i < std::min<std::size_t>(std::max<std::size_t>(2 * l2_bytes / bytes + 1, 2), 64); ++i)
         sets_.push_back(std::make_unique<Set>(*this, i, sm_count));
-    choose_rows();
+    rows_ = choose(case_.m);
     compute_expected();
+    if (program_.sums_columns()) compute_expected_columns();
     if (c.rounds > 0) prepare_library();
   }
 
@@ -149,6 +179,14 @@ class Problem {
     Type type;
   };
 
+  // The partial sums of one sink, [lines][ld].
+  struct Partials {
+    std::size_t sink;
+    bool of_rows;
+    std::int64_t lines, ld;
+    Buffer buffer;
+  };
+
   // The operands of one call, and the memory behind them.
   struct Set {
     Case const& c;
@@ -157,7 +195,7 @@ class Problem {
     GemmArguments g;
     Tensor a, b, library_d;
     std::vector<Tensor> loads, sinks;  // no more than slots: some have no memory, or share it
-    std::vector<Buffer> partials;      // of kRowPartial slots, in order; as large as the kernel in use needs
+    std::vector<Partials> partials;    // as large as the kernel in use needs
 
     Set(Problem const& p, std::size_t number, int sm_count) : c(p.case_), program(p.program_), type(p.type_), g(shape_of(c)) {
       g.sm_count = sm_count;
@@ -169,8 +207,13 @@ class Problem {
       for (std::size_t i = 0; i < program.loads.size(); ++i) {
         Slot const& slot = program.loads[i];
         g.loads[i] = i > 0 && slot.shape == Shape::kSecondHalf ? second_half(g.loads[i - 1]) : bind(slot, loads);
-        if (slot.shape == Shape::kScalar || slot.shape == Shape::kSecondHalf) continue;
-        fill(loads.back().buffer, loads.back().type, seed++, slot.mean, slot.deviation);
+        switch (slot.shape) {
+          case Shape::kScalar:
+          case Shape::kSecondHalf: break;
+          case Shape::kCosine:
+          case Shape::kSine: fill_table(loads.back().buffer, mix(mix(c.seed) + number), slot.shape == Shape::kSine); break;
+          default: fill(loads.back().buffer, loads.back().type, seed++, slot.mean, slot.deviation);
+        }
       }
       for (std::size_t i = 0; i < program.sinks.size(); ++i) {
         Slot const& slot = program.sinks[i];
@@ -185,20 +228,41 @@ class Problem {
       return t;
     }
 
-    // Allocates what a slot needs. A kRowPartial gets the memory of its sums here, that of the partials in use().
+    // Both tables are made from the same angles.
+    static void fill_table(Buffer const& buffer, std::uint64_t seed, bool sine) {
+      std::vector<float> values(buffer.bytes() / sizeof(float));
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        double const angle = 8 * std::atan(1) * double(mix(seed ^ mix(i)) >> 11) * 0x1p-53;
+        values[i] = float(sine ? std::sin(angle) : std::cos(angle));
+      }
+      check(cudaMemcpy(buffer.data(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice), "copying a table to the device");
+    }
+
+    // Allocates what a slot needs. Partial sums get the memory of their totals here, their own in use().
     Resource bind(Slot const& slot, std::vector<Tensor>& owner) const {
-      auto const make = [&](std::int64_t elements, Type t) {
-        owner.push_back(tensor(elements, t));
-        return owner.back().buffer.data();
+      auto const make = [&](std::int64_t rows, std::int64_t columns, Type t) {
+        owner.push_back(tensor(rows * columns, t));
+        Resource r;
+        r.data = owner.back().buffer.data(), r.ld = columns, r.fp32 = t == Type::kFp32;
+        r.pair_stride = program.halves() == 2 ? c.n : 0;
+        return r;
       };
       switch (slot.shape) {
-        case Shape::kScalar: return {nullptr, 0, 0, slot.mean};
-        case Shape::kPerColumn: return {make(g.n, type), 0, 0, 0};
-        case Shape::kPerRow: return {make(c.m, Type::kFp32), 0, 0, 0};
-        case Shape::kTile: return {make(c.m * c.n, type), c.n, 0, 0};
-        case Shape::kPair: return {make(c.m * 2 * c.n, type), 2 * c.n, c.n, 0};
-        case Shape::kFirstHalf: return {make(c.m * 2 * c.n, type), 2 * c.n, 0, 0};
-        case Shape::kRowPartial: return {make(c.m, Type::kFp32), 0, 0, 0};
+        case Shape::kScalar: {
+          Resource r;
+          r.value = slot.mean;
+          return r;
+        }
+        case Shape::kPerColumn: return make(1, g.n, type);
+        case Shape::kColPartial:
+        case Shape::kPerColumnFp32: return make(1, g.n, Type::kFp32);
+        case Shape::kRowPartial:
+        case Shape::kPerRow: return make(c.m, 1, Type::kFp32);
+        case Shape::kHalfTile: return make(c.m, c.n, type);
+        case Shape::kTile: return make(c.m, g.n, type);
+        case Shape::kFirstHalf: return make(c.m, 2 * c.n, type);
+        case Shape::kCosine:
+        case Shape::kSine: return make(g.rotation.period, g.rotation.rotary_dim / 2, Type::kFp32);
         case Shape::kSecondHalf: break;
       }
       throw Error(Error::kFailed, std::string("the slot ") + slot.name + " of " + program.name + " follows no first half");
@@ -215,25 +279,47 @@ class Problem {
       return sum;
     }
 
-    // The number of partials depends on the kernel's tile.
+    // The number of partials depends on the kernel's tile. Behind them is room for as many tiles as a raster band can hang over the edge
+    // (8 clusters of 2, less one), so that a kernel that writes there is found out and does no other harm.
     void use(KernelInfo const& kernel) {
+      constexpr std::int64_t kBeyond = 16;
       partials.clear();
-      std::int64_t const tiles = ceil_div(g.n, kernel.tile_n), ld = round_up(c.m, kernel.tile_m);
       for (std::size_t i = 0; i < program.sinks.size(); ++i) {
-        if (program.sinks[i].shape != Shape::kRowPartial) continue;
-        partials.push_back(tensor(tiles * ld, Type::kFp32).buffer);
-        g.sinks[i] = {partials.back().data(), ld, 0, 0};
+        Shape const shape = program.sinks[i].shape;
+        if (shape != Shape::kRowPartial && shape != Shape::kColPartial) continue;
+        bool const of_rows = shape == Shape::kRowPartial;
+        std::int64_t const each = of_rows ? 1 : kernel.tile_m / kernel.partial_rows;  // lines a tile
+        std::int64_t const lines = each * (of_rows ? ceil_div(g.n, kernel.tile_n) : ceil_div(c.m, kernel.tile_m)), ld = of_rows ? c.m : g.n;
+        partials.push_back({i, of_rows, lines, ld, tensor((lines + kBeyond * each) * ld, Type::kFp32).buffer});
+        g.sinks[i].data = partials.back().buffer.data();
+        g.sinks[i].ld = ld;
       }
     }
 
     // The kernel, and the finalisers of its partial sums: what a caller waits for.
     void run(KernelInfo const& kernel) const {
       check(kernel.launch(g), kernel.key);
-      for (std::size_t i = 0; i < program.sinks.size(); ++i) {
-        if (program.sinks[i].shape != Shape::kRowPartial) continue;
-        auto const* values = static_cast<float const*>(g.sinks[i].data);
-        check(reduce::sum_row_partials(values, g.sinks[i].ld, ceil_div(g.n, kernel.tile_n), c.m, sums(i), g.stream), "sum_row_partials");
+      for (Partials const& p : partials) {
+        auto const* values = static_cast<float const*>(p.buffer.data());
+        if (p.of_rows) {
+          // Without rstd and with a width of 1, the norm's factor is the sum itself.
+          check(reduce::finish_rows({reduce::RowFinish::kCorrection, values, p.ld, p.lines, c.m, nullptr, 1, 0, sums(p.sink)}, g.stream),
+                "finish_rows");
+        } else {
+          check(reduce::sum_groups(values, p.ld, p.lines, g.n, reduce::DType::kFp32, sums(p.sink), g.stream), "sum_groups");
+        }
       }
+    }
+
+    // Numbers in the memory behind the partial sums, where poison() left none.
+    std::size_t overrun() const {
+      std::size_t count = 0;
+      for (Partials const& p : partials) {
+        std::int64_t const used = p.lines * p.ld, all = std::int64_t(p.buffer.bytes() / sizeof(float));
+        std::vector<double> const beyond = read(static_cast<float const*>(p.buffer.data()) + used, all - used, Type::kFp32);
+        count += std::size_t(std::count_if(beyond.begin(), beyond.end(), [](double value) { return !std::isnan(value); }));
+      }
+      return count;
     }
 
     // The memory behind sink number `index`.
@@ -246,79 +332,149 @@ class Problem {
 
     void poison() const {
       for (Tensor const& t : sinks) t.buffer.poison();
-      for (Buffer const& p : partials) p.poison();
+      for (Partials const& p : partials) p.buffer.poison();
     }
 
-    // What a slot holds for one row: a single number, or one for each column (a pair: first all first ones, then all second ones).
-    std::vector<double> values(Slot const& slot, Resource const& r, std::int64_t row, float const* row_sums = nullptr) const {
-      auto const stored = [&](std::int64_t offset, std::int64_t count) {
-        return read(static_cast<char const*>(r.data) + offset * std::int64_t(size_of(type)), count, type);
-      };
+    std::vector<double> stored(Resource const& r, std::int64_t offset, std::int64_t count, std::int64_t stride = 1) const {
+      Type const t = r.fp32 ? Type::kFp32 : type;
+      return read(static_cast<char const*>(r.data) + offset * std::int64_t(size_of(t)), count, t, stride);
+    }
+
+    // What a load or a tile holds for one row: a single number, or one for each column. A table: one for each pair.
+    std::vector<double> along_row(Slot const& slot, Resource const& r, std::int64_t row) const {
       switch (slot.shape) {
         case Shape::kScalar: return {r.value};
-        case Shape::kPerColumn: return stored(0, g.n);
-        case Shape::kPerRow: return read(static_cast<float const*>(r.data) + row, 1, Type::kFp32);
-        case Shape::kRowPartial: return read(row_sums + row, 1, Type::kFp32);
-        case Shape::kPair: {
-          std::vector<double> both = stored(row * r.ld, c.n), second = stored(row * r.ld + r.pair_stride, c.n);
-          both.insert(both.end(), second.begin(), second.end());
-          return both;
+        case Shape::kPerColumn:
+        case Shape::kPerColumnFp32: return stored(r, 0, g.n);
+        case Shape::kPerRow: return stored(r, row, 1);
+        case Shape::kTile: return stored(r, row * r.ld, g.n);
+        case Shape::kCosine:
+        case Shape::kSine: {
+          std::vector<double> const turn = stored(r, row % g.rotation.period * r.ld, r.ld);
+          std::vector<double> all;
+          for (std::int64_t pair = 0; pair < g.n / 2; ++pair)
+            all.push_back(2 * pair < g.rotation.columns ? turn[std::size_t(pair % r.ld)] : slot.shape == Shape::kCosine ? 1 : 0);
+          return all;
         }
-        default: return stored(row * r.ld, c.n);
+        default: return stored(r, row * r.ld, c.n);
       }
+    }
+
+    // The same for one column: a single number, or one for each row. For programs that see single columns.
+    std::vector<double> along_column(Slot const& slot, Resource const& r, std::int64_t column) const {
+      switch (slot.shape) {
+        case Shape::kScalar: return {r.value};
+        case Shape::kPerColumn:
+        case Shape::kPerColumnFp32: return stored(r, column, 1);
+        case Shape::kPerRow: return stored(r, 0, c.m);
+        default: return stored(r, column, c.m, r.ld);
+      }
+    }
+
+    // What sink number `index` holds for the chosen rows, or for the chosen columns if it sums over all rows.
+    std::vector<double> results(std::size_t index, std::vector<std::int64_t> const& rows, std::vector<std::int64_t> const& columns) const {
+      Slot const& slot = program.sinks[index];
+      bool const partial = slot.shape == Shape::kRowPartial || slot.shape == Shape::kColPartial;
+      std::vector<double> all;
+      for (std::int64_t i : slot.shape == Shape::kColPartial ? columns : rows) {
+        std::vector<double> const some = partial ? read(sums(index) + i, 1, Type::kFp32) : along_row(slot, g.sinks[index], i);
+        all.insert(all.end(), some.begin(), some.end());
+      }
+      return all;
     }
   };
 
-  // The first row, the last one, and some between, in another place of the tile each.
-  void choose_rows() {
-    constexpr std::int64_t kSamples = 16;
-    std::int64_t const count = std::min(case_.m, kSamples);
+  // Of `extent` rows or columns the first, the last, and some between, in another place of the tile each.
+  std::vector<std::int64_t> choose(std::int64_t extent) const {
+    std::vector<std::int64_t> chosen;
+    std::int64_t const count = std::min<std::int64_t>(extent, kSamples);
     for (std::int64_t i = 0; i < count; ++i) {
-      std::int64_t const begin = i * case_.m / count, end = (i + 1) * case_.m / count;
+      std::int64_t const begin = i * extent / count, end = (i + 1) * extent / count;
       std::uint64_t const jitter = mix(mix(case_.seed) ^ std::uint64_t(i)) % std::uint64_t(end - begin);
-      rows_.push_back(i == 0 ? 0 : i == count - 1 ? case_.m - 1 : begin + std::int64_t(jitter));
+      chosen.push_back(i == 0 ? 0 : i == count - 1 ? extent - 1 : begin + std::int64_t(jitter));
     }
+    return chosen;
+  }
+
+  std::vector<std::uint16_t> host_copy(Resource const& r, std::int64_t elements) const {
+    std::vector<std::uint16_t> copy(static_cast<std::size_t>(elements));
+    check(cudaMemcpy(copy.data(), r.data, copy.size() * sizeof copy[0], cudaMemcpyDeviceToHost), "copying an operand to the host");
+    return copy;
   }
 
   // From the stored operands of the first set.
   void compute_expected() {
     Set const& set = *sets_[0];
     GemmArguments const& g = set.g;
+    bool const m_major = case_.layout == "nt", b_k_major = case_.layout == "tn";
     std::vector<std::vector<double>> a;
-    for (std::int64_t row : rows_) {
-      bool const m_major = case_.layout == "nt";
-      auto const* first = static_cast<char const*>(g.a.data) + row * (m_major ? 1 : g.a.ld) * std::int64_t(size_of(type_));
-      a.push_back(read(first, g.k, type_, m_major ? g.a.ld : 1));
-    }
-    std::vector<std::uint16_t> b(std::size_t(g.n * g.k));
-    check(cudaMemcpy(b.data(), g.b.data, b.size() * sizeof b[0], cudaMemcpyDeviceToHost), "copying B to the host");
-    bool const k_major = case_.layout == "tn";
-    acc_ = accumulate(a, b, type_, g.n, k_major ? g.b.ld : 1, k_major ? 1 : g.b.ld);
+    for (std::int64_t row : rows_) a.push_back(set.stored(g.a, row * (m_major ? 1 : g.a.ld), g.k, m_major ? g.a.ld : 1));
+    acc_ = accumulate(a, host_copy(g.b, g.n * g.k), type_, g.n, b_k_major ? g.b.ld : 1, b_k_major ? 1 : g.b.ld);
 
+    std::int64_t const calls = g.n / program_.columns;
     expected_.resize(program_.sinks.size());
     for (std::size_t r = 0; r < rows_.size(); ++r) {
       std::vector<std::vector<double>> inputs, outputs;
-      for (std::size_t i = 0; i < program_.loads.size(); ++i) inputs.push_back(set.values(program_.loads[i], g.loads[i], rows_[r]));
+      for (std::size_t i = 0; i < program_.loads.size(); ++i) inputs.push_back(set.along_row(program_.loads[i], g.loads[i], rows_[r]));
       for (Slot const& slot : program_.sinks)
-        outputs.emplace_back(slot.shape == Shape::kRowPartial ? std::size_t(1) : std::size_t(width(slot, program_) * case_.n));
-      for (std::int64_t n = 0; n < case_.n; ++n) {
-        double acc[2], in[2 * kMaxResources], out[2 * kMaxResources];
-        for (int half = 0; half < program_.columns; ++half) acc[half] = acc_[std::size_t(std::int64_t(r) * g.n + half * case_.n + n)];
+        outputs.emplace_back(slot.shape == Shape::kRowPartial   ? std::size_t(1)
+                             : slot.shape == Shape::kColPartial ? std::size_t(0)
+                                                                : std::size_t(width(slot, program_) * calls));
+      for (std::int64_t call = 0; call < calls; ++call) {
+        Columns const at = columns_of(case_, call);
+        double const* row_acc = acc_.data() + std::int64_t(r) * g.n;
+        double const acc[2] = {row_acc[at.first], row_acc[at.second]};
+        double in[2 * kMaxResources], out[2 * kMaxResources];
         double* next = in;
-        for (std::size_t i = 0; i < inputs.size(); ++i)
-          for (int half = 0; half < width(program_.loads[i], program_); ++half)
-            *next++ = inputs[i][inputs[i].size() == 1 ? 0 : std::size_t(half * case_.n + n)];
-        program_.reference(acc, in, out);
+        for (std::size_t i = 0; i < inputs.size(); ++i) {
+          if (width(program_.loads[i], program_) == 2) {
+            *next++ = inputs[i][std::size_t(at.first)];
+            *next++ = inputs[i][std::size_t(at.second)];
+          } else {
+            *next++ = inputs[i][inputs[i].size() == 1 ? 0 : std::size_t(call)];
+          }
+        }
+        program_.reference(acc, in, out, case_.rounding());
         double const* value = out;
         for (std::size_t i = 0; i < outputs.size(); ++i) {
-          if (program_.sinks[i].shape == Shape::kRowPartial) {
+          Slot const& slot = program_.sinks[i];
+          if (slot.shape == Shape::kRowPartial) {
             outputs[i][0] += *value++;
+          } else if (slot.shape == Shape::kColPartial) {
+            ++value;
+          } else if (width(slot, program_) == 2) {
+            outputs[i][std::size_t(at.first)] = *value++;
+            outputs[i][std::size_t(at.second)] = *value++;
           } else {
-            for (int half = 0; half < width(program_.sinks[i], program_); ++half) outputs[i][std::size_t(half * case_.n + n)] = *value++;
+            outputs[i][std::size_t(call)] = *value++;
           }
         }
       }
       for (std::size_t i = 0; i < outputs.size(); ++i) expected_[i].insert(expected_[i].end(), outputs[i].begin(), outputs[i].end());
+    }
+  }
+
+  // The sums over all rows, for some columns. Such a program sees single columns.
+  void compute_expected_columns() {
+    Set const& set = *sets_[0];
+    GemmArguments const& g = set.g;
+    columns_ = choose(g.n);
+    bool const m_major = case_.layout == "nt", b_k_major = case_.layout == "tn";
+    std::vector<std::vector<double>> b;
+    for (std::int64_t column : columns_) b.push_back(set.stored(g.b, column * (b_k_major ? g.b.ld : 1), g.k, b_k_major ? 1 : g.b.ld));
+    std::vector<double> const acc = accumulate(b, host_copy(g.a, g.m * g.k), type_, g.m, m_major ? 1 : g.a.ld, m_major ? g.a.ld : 1);
+    for (std::size_t n = 0; n < columns_.size(); ++n) {
+      std::vector<std::vector<double>> inputs;
+      for (std::size_t i = 0; i < program_.loads.size(); ++i) inputs.push_back(set.along_column(program_.loads[i], g.loads[i], columns_[n]));
+      std::vector<double> sums(program_.sinks.size());
+      for (std::int64_t m = 0; m < g.m; ++m) {
+        double in[kMaxResources], out[kMaxResources];
+        for (std::size_t i = 0; i < inputs.size(); ++i) in[i] = inputs[i][inputs[i].size() == 1 ? 0 : std::size_t(m)];
+        program_.reference(&acc[n * std::size_t(g.m) + std::size_t(m)], in, out, case_.rounding());
+        for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += out[i];
+      }
+      for (std::size_t i = 0; i < sums.size(); ++i)
+        if (program_.sinks[i].shape == Shape::kColPartial) expected_[i].push_back(sums[i]);
     }
   }
 
@@ -368,6 +524,7 @@ class Problem {
       set.run(kernel);
       check(cudaDeviceSynchronize(), std::string("running ") + kernel.key);
       result.not_finite = 0;
+      result.overrun = set.overrun();
       for (Tensor const& t : set.sinks) {
         Inspection const seen = inspect(t.buffer, t.type);
         result.not_finite += seen.not_finite;
@@ -376,13 +533,8 @@ class Problem {
     }
     result.reproducible = checksums[0] == checksums[1];
     for (std::size_t i = 0; i < program_.sinks.size(); ++i) {
-      Slot const& slot = program_.sinks[i];
-      std::vector<double> got;
-      for (std::int64_t row : rows_) {
-        std::vector<double> const values = set.values(slot, set.g.sinks[i], row, set.sums(i));
-        got.insert(got.end(), values.begin(), values.end());
-      }
-      result.outputs.push_back({slot.name, compare(got, expected_[i]), error_bound(set.sink(i).type)});
+      std::vector<double> const got = set.results(i, rows_, columns_);
+      result.outputs.push_back({program_.sinks[i].name, compare(got, expected_[i]), error_bound(set.sink(i).type)});
     }
   }
 
@@ -418,9 +570,9 @@ class Problem {
   Type const type_;
   Timer timer_;
   std::vector<std::unique_ptr<Set>> sets_;
-  std::vector<std::int64_t> rows_;
+  std::vector<std::int64_t> rows_, columns_;   // that are checked; columns only for sums over all rows
   std::vector<double> acc_;                    // [rows_][GEMM columns]
-  std::vector<std::vector<double>> expected_;  // for each sink, its values in the order of rows_
+  std::vector<std::vector<double>> expected_;  // for each sink, its values in the order of rows_ (columns_)
   std::unique_ptr<Library> library_;
   double library_error_ = 0;
 };

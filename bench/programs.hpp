@@ -1,25 +1,34 @@
-// What the benchmark knows about each program: one row of programs(). A new program needs a row here and nothing else in bench/.
+// What the benchmark knows about each program: one row of programs(). A new program needs a row here and nothing else in bench/, unless it
+// reads or writes something of a new shape.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <vector>
 
+#include "programs/activation.hpp"
+#include "programs/glu.hpp"
+#include "programs/norm.hpp"
 #include "programs/plain.hpp"
-#include "programs/swiglu.hpp"
+#include "programs/rope.hpp"
 
 namespace coda::bench {
 
 // What stands behind one entry of GemmArguments::loads or sinks. n is the number of columns of the program's result.
 enum class Shape {
-  kScalar,      // one number, Slot::mean
-  kPerColumn,   // a vector over the GEMM's columns, in the storage type
-  kPerRow,      // a vector over the rows, fp32
-  kTile,        // [m, n]
-  kPair,        // [m, 2n] as one resource: a tile of a pairwise program
-  kFirstHalf,   // columns 0 to n of an [m, 2n] tensor
-  kSecondHalf,  // columns n to 2n of the tensor of the slot before
-  kRowPartial,  // partial sums; what counts is their total, one fp32 number a row
+  kScalar,         // one number, Slot::mean
+  kPerColumn,      // a vector over the GEMM's columns, in the storage type
+  kPerColumnFp32,  // the same in fp32
+  kPerRow,         // a vector over the rows, fp32
+  kTile,           // as wide as the GEMM; [m, 2n] for a program over two halves, else [m, n]
+  kHalfTile,       // [m, n] of a program over two halves: one value a pair
+  kFirstHalf,      // columns 0 to n of an [m, 2n] tensor, of a program that has n columns itself
+  kSecondHalf,     // columns n to 2n of the tensor of the slot before
+  kCosine,         // the tables of the rotation, fp32
+  kSine,
+  kRowPartial,  // partial sums along a row; what counts is their total, one fp32 number a row
+  kColPartial,  // partial sums along a column; likewise, one a column
 };
 
 struct Slot {
@@ -28,71 +37,162 @@ struct Slot {
   double mean = 0, deviation = 1;  // of a load's random values
 };
 
-// One column of the result in fp64, in the order of the slots; what is given for a kRowPartial is summed over the columns. Written
-// from the formula in csrc/programs, not by calling the program: an error there must not hide here.
-using Reference = void (*)(double const* acc, double const* in, double* out);
+using Rounding = double (*)(double);
+
+// The nearest number of kDigits binary digits, halves to even, that is a multiple of 2^kLeast.
+template <int kDigits, int kLeast>
+double rounded(double x) {
+  int exponent;
+  std::frexp(x, &exponent);
+  double const step = std::ldexp(1.0, std::max(exponent - kDigits, kLeast));
+  return std::nearbyint(x / step) * step;
+}
+inline constexpr Rounding kRoundBf16 = rounded<8, -133>, kRoundFp16 = rounded<11, -24>;
+
+// One call of the program in fp64: one column of the GEMM, or a pair, in the order of the slots. What is given for a kRowPartial or a
+// kColPartial is summed over the calls. Written from the formula in csrc/programs, not by calling the program: an error there must not
+// hide here. `stored` rounds to the storage type, for a program that goes on with a value as it stores it.
+using Reference = void (*)(double const* acc, double const* in, double* out, Rounding stored);
 
 struct Program {
   char const* name;
   char const* layout;  // the default
-  int columns;         // accumulator columns for each column of the result
+  Pairing pairing;
+  int columns;  // of the accumulator, for each call
   std::vector<Slot> loads, sinks;
   Reference reference;
+
+  int halves() const { return pairing == Pairing::kHalves ? 2 : 1; }  // GEMM columns for each column of the result
+  bool rotates() const { return pairing == Pairing::kHeadHalves || pairing == Pairing::kAdjacent; }
+  bool sums_columns() const {
+    return std::any_of(sinks.begin(), sinks.end(), [](Slot const& s) { return s.shape == Shape::kColPartial; });
+  }
 };
 
-// The values that `slot` takes or gives for one column of the result.
+// The values that `slot` takes or gives in one call.
 inline int width(Slot const& slot, Program const& program) {
-  return slot.shape == Shape::kPair || slot.shape == Shape::kPerColumn ? program.columns : 1;
+  bool const own = slot.shape == Shape::kTile || slot.shape == Shape::kPerColumn || slot.shape == Shape::kPerColumnFp32;
+  return own ? program.columns : 1;
 }
 
 template <class P, std::size_t kLoads, std::size_t kSinks>
 Program row(char const* name, char const* layout, Slot const (&loads)[kLoads], Slot const (&sinks)[kSinks], Reference reference) {
   static_assert(kLoads == P::Loads::size && kSinks == P::Sinks::size, "a row must name every load and sink of its program, in order");
-  return {name, layout, P::kColumns, {loads, loads + kLoads}, {sinks, sinks + kSinks}, reference};
+  return {name, layout, kPairingOf<P>, P::kColumns, {loads, loads + kLoads}, {sinks, sinks + kSinks}, reference};
 }
 
-inline double logistic(double x) { return 1 / (1 + std::exp(-x)); }
+// An activation and its derivative.
+struct Curve {
+  double value, slope;
+};
+inline Curve silu(double x) {
+  double const s = 1 / (1 + std::exp(-x));
+  return {x * s, s * (1 + x * (1 - s))};
+}
+inline Curve gelu(double x) {
+  double const phi = (1 + std::erf(x * std::sqrt(0.5))) / 2;
+  return {x * phi, phi + x * std::exp(-x * x / 2) / std::sqrt(8 * std::atan(1))};
+}
+inline Curve gelu_tanh(double x) {
+  double const c = std::sqrt(2 / (4 * std::atan(1))), t = std::tanh(c * (x + 0.044715 * x * x * x));
+  return {x * (1 + t) / 2, (1 + t) / 2 + x / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)};
+}
+
+template <Curve (*kCurve)(double)>
+void glu(double const* acc, double const* in, double* out, Rounding) {
+  out[0] = kCurve(in[0] * acc[0]).value * (in[0] * acc[1]);
+}
+template <Curve (*kCurve)(double)>
+void glu_preactivation(double const* acc, double const* in, double* out, Rounding) {
+  double const gate = in[0] * acc[0], up = in[0] * acc[1];
+  out[0] = gate;
+  out[1] = up;
+  out[2] = kCurve(gate).value * up;
+}
+template <Curve (*kCurve)(double)>
+void dglu(double const* acc, double const* in, double* out, Rounding) {
+  double const gate = in[0], up = in[1], rstd = in[2];
+  Curve const act = kCurve(gate);
+  double const dgate = acc[0] * up * act.slope, dup = acc[0] * act.value;
+  out[0] = rstd * dgate;
+  out[1] = rstd * dup;
+  out[2] = act.value * up;
+  out[3] = dgate * gate + dup * up;
+}
+inline void rope(double const* acc, double const* in, double* out, Rounding) {
+  double const a = in[0] * acc[0] + in[1], b = in[0] * acc[1] + in[2], cos = in[3], sin = in[4];
+  out[0] = a * cos - b * sin;
+  out[1] = a * sin + b * cos;
+}
 
 inline std::vector<Program> const& programs() {
   // Operands are normal with B scaled by 1 / sqrt(k), so accumulators have deviation 1. Scalars are no powers of two, and what scales is
-  // not 1, so that leaving one out shows.
-  static Slot const rstd{"rstd", Shape::kPerRow, 1, 0.1};
+  // not 1, so that leaving one out shows. Norm weights are fp32, as autocast keeps them.
+  auto const kind = [](ActivationKind k) { return Slot{"kind", Shape::kScalar, double(int(k))}; };
+  Slot const rstd{"rstd", Shape::kPerRow, 1, 0.1}, bias{"bias", Shape::kPerColumn}, gamma{"gamma", Shape::kPerColumnFp32, 1, 0.1};
+  Slot const silu_kind = kind(ActivationKind::kSilu), gelu_kind = kind(ActivationKind::kGelu), tanh_kind = kind(ActivationKind::kGeluTanh);
+  Slot const gate{"gate", Shape::kFirstHalf}, up{"up", Shape::kSecondHalf}, cosine{"cos", Shape::kCosine}, sine{"sin", Shape::kSine};
+  Slot const preactivation{"preactivation", Shape::kTile}, product{"product", Shape::kHalfTile};
+  Slot const dgate{"dgate", Shape::kFirstHalf}, dup{"dup", Shape::kSecondHalf}, row_dot{"row_dot", Shape::kRowPartial};
   static std::vector<Program> const table = {
-      row<Plain>("plain", "tn", {{"alpha", Shape::kScalar, 0.75}, {"bias", Shape::kPerColumn}}, {{"d", Shape::kTile}},
-                 [](double const* acc, double const* in, double* out) { out[0] = in[0] * acc[0] + in[1]; }),
+      row<Plain>("plain", "tn", {{"alpha", Shape::kScalar, 0.75}, bias}, {{"d", Shape::kTile}},
+                 [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1]; }),
 
       row<PlainResidual>("plain_residual", "tn",
-                         {{"alpha", Shape::kScalar, 0.75},
-                          {"bias", Shape::kPerColumn},
-                          {"beta", Shape::kScalar, -1.25},
-                          {"c", Shape::kTile}},
-                         {{"d", Shape::kTile}},
-                         [](double const* acc, double const* in, double* out) { out[0] = in[0] * acc[0] + in[1] + in[2] * in[3]; }),
+                         {{"alpha", Shape::kScalar, 0.75}, bias, {"beta", Shape::kScalar, -1.25}, {"c", Shape::kTile}}, {{"d", Shape::kTile}},
+                         [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1] + in[2] * in[3]; }),
 
-      row<RstdSwiglu>("rstd_swiglu", "tn", {rstd}, {{"product", Shape::kTile}},
-                      [](double const* acc, double const* in, double* out) {
-                        double const gate = in[0] * acc[0], up = in[0] * acc[1];
-                        out[0] = gate * logistic(gate) * up;
-                      }),
+      row<RstdGlu<Silu>>("rstd_swiglu", "tn", {rstd, silu_kind}, {product}, glu<silu>),
+      row<RstdGluPreactivation<Silu>>("rstd_swiglu_preactivation", "tn", {rstd, silu_kind}, {preactivation, product}, glu_preactivation<silu>),
+      row<DGlu<Silu>>("dswiglu", "nn", {gate, up, rstd, silu_kind}, {dgate, dup, {"product", Shape::kTile}, row_dot}, dglu<silu>),
 
-      row<RstdSwigluPreactivation>("rstd_swiglu_preactivation", "tn", {rstd}, {{"preactivation", Shape::kPair}, {"product", Shape::kTile}},
-                                   [](double const* acc, double const* in, double* out) {
-                                     double const gate = in[0] * acc[0], up = in[0] * acc[1];
-                                     out[0] = gate;
-                                     out[1] = up;
-                                     out[2] = gate * logistic(gate) * up;
-                                   }),
+      row<RstdGlu<Gelu>>("rstd_geglu", "tn", {rstd, tanh_kind}, {product}, glu<gelu_tanh>),
+      row<RstdGluPreactivation<Gelu>>("rstd_geglu_preactivation", "tn", {rstd, tanh_kind}, {preactivation, product},
+                                      glu_preactivation<gelu_tanh>),
+      row<DGlu<Gelu>>("dgeglu", "nn", {gate, up, rstd, tanh_kind}, {dgate, dup, {"product", Shape::kTile}, row_dot}, dglu<gelu_tanh>),
 
-      row<DSwiglu>("dswiglu", "nn", {{"gate", Shape::kFirstHalf}, {"up", Shape::kSecondHalf}, rstd},
-                   {{"dgate", Shape::kFirstHalf}, {"dup", Shape::kSecondHalf}, {"product", Shape::kTile}, {"row_dot", Shape::kRowPartial}},
-                   [](double const* acc, double const* in, double* out) {
-                     double const gate = in[0], up = in[1], scale = in[2], s = logistic(gate);
-                     double const dgate = acc[0] * up * s * (1 + gate * (1 - s)), dup = acc[0] * gate * s;
-                     out[0] = scale * dgate;
-                     out[1] = scale * dup;
-                     out[2] = gate * s * up;
-                     out[3] = dgate * gate + dup * up;
+      row<RstdAct>("rstd_act", "tn", {rstd, bias, gelu_kind, {"shift", Shape::kPerRow, 0.3, 0.1}, {"direction", Shape::kPerColumn}},
+                   {{"value", Shape::kTile}, preactivation},
+                   [](double const* acc, double const* in, double* out, Rounding) {
+                     double const z = in[0] * acc[0] + in[3] * in[4] + in[1];
+                     out[0] = gelu(z).value;
+                     out[1] = z;
                    }),
+
+      row<DAct>("dact", "nn", {preactivation, rstd, bias, gelu_kind},
+                {{"dz", Shape::kTile}, {"product", Shape::kTile}, row_dot, {"dbias", Shape::kColPartial}},
+                [](double const* acc, double const* in, double* out, Rounding) {
+                  Curve const act = gelu(in[0]);
+                  double const dz = acc[0] * act.slope;
+                  out[0] = in[1] * dz;
+                  out[1] = act.value;
+                  out[2] = dz * (in[0] - in[2]);
+                  out[3] = dz;
+                }),
+
+      row<RstdLinear>("rstd", "tn", {rstd, bias}, {{"y", Shape::kTile}},
+                      [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1]; }),
+
+      row<ResidualSqsum>("residual_sqsum", "tn", {{"residual", Shape::kTile}, bias, gamma},
+                         {{"sum", Shape::kTile}, {"scaled", Shape::kTile}, {"squares", Shape::kRowPartial}},
+                         [](double const* acc, double const* in, double* out, Rounding stored) {
+                           double const sum = in[0] + acc[0] + in[1], x = stored(sum);
+                           out[0] = sum;
+                           out[1] = x * in[2];
+                           out[2] = x * x;
+                         }),
+
+      row<NormBackward>("norm_backward", "nn",
+                        {{"incoming", Shape::kTile}, {"x", Shape::kTile}, gamma, {"correction", Shape::kPerRow, 0.3, 0.1}},
+                        {{"dx", Shape::kTile}, {"scaled", Shape::kTile}, {"dgamma", Shape::kColPartial}},
+                        [](double const* acc, double const* in, double* out, Rounding) {
+                          out[0] = in[0] + in[2] * acc[0] - in[3] * in[1];
+                          out[1] = in[1] * in[2];
+                          out[2] = acc[0] * in[1];
+                        }),
+
+      row<RstdRope<Pairing::kHeadHalves>>("rstd_rope", "tn", {rstd, bias, cosine, sine}, {{"y", Shape::kTile}}, rope),
+      row<RstdRope<Pairing::kAdjacent>>("rstd_rope_adjacent", "tn", {rstd, bias, cosine, sine}, {{"y", Shape::kTile}}, rope),
   };
   return table;
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from coda.ops._common import (
@@ -23,14 +22,7 @@ from coda.ops._common import (
 )
 from coda.ops.norm import NormStats
 
-_ACTIVATIONS = {
-    None: None,
-    "relu": F.relu,
-    "relu2": lambda t: F.relu(t).square(),
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-}
+ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
 
 
 def linear(
@@ -54,7 +46,7 @@ def linear(
     check_tensor("weight", weight)
     check_optional_tensor("bias", bias)
     check_optional_tensor("residual", residual)
-    check_activation(activation, list(_ACTIVATIONS))
+    check_activation(activation, (None, *ACTIVATIONS))
     check_devices(x, weight=weight, bias=bias, residual=residual)
     x, weight, bias = cast_for_autocast(x, x, weight, bias)
     rows = as_rows(x)
@@ -63,15 +55,16 @@ def linear(
     if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
         raise ValueError(f"residual has shape {list(residual.shape)}, expected {[*x.shape[:-1], weight.shape[0]]} (the shape of the output)")
     inside, after = split_residual(x, residual)
-    act = _ACTIVATIONS[activation]
-    if act is not None:
+    if activation is not None:
         inside, after = None, residual
     shape = (*x.shape[:-1], weight.shape[0])
-    if act is not None and not needs_grad(x, weight, bias):  # the backward would need the pre-activation, which torch's own operators keep
-        out = torch.ops.coda.rstd_act(rows, None, weight, bias, activation, False)[0].view(shape)
+    if activation is None:
+        out = torch.ops.coda.linear(rows, weight, bias, None if inside is None else as_rows(inside))
+    elif needs_grad(x, weight, bias):
+        out = _Activated.apply(rows, weight, bias, activation)
     else:
-        out = torch.ops.coda.linear(rows, weight, bias, None if inside is None else as_rows(inside)).view(shape)
-        out = out if act is None else act(out)
+        out = torch.ops.coda.rstd_act(rows, None, weight, bias, activation, False)[0]
+    out = out.view(shape)
     return out if after is None else out + after
 
 
@@ -109,6 +102,26 @@ no_second_derivative("coda::gemm", "coda.linear")
 @fake("coda::gemm_accumulate_")
 def _(out: Tensor, a: Tensor, b: Tensor) -> None:
     return None
+
+
+class _Activated(torch.autograd.Function):
+    """act(x W^T + b), the pre-activation kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, activation):
+        y, z = torch.ops.coda.rstd_act(x, None, weight, bias, activation, True)
+        ctx.save_for_backward(x, weight, bias, z)
+        ctx.activation = activation
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy):
+        x, weight, bias, z = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dz, _, _, dbias = torch.ops.coda.dact(dy, None, z, None, bias, ctx.activation, 1, False)
+        dx = torch.ops.coda.gemm(dz, weight) if need_x else None
+        return dx, weight_gradient(weight, dz.t(), x) if need_weight else None, dbias if need_bias else None, None
 
 
 def linear_residual(

@@ -23,11 +23,12 @@ from coda.ops._common import (
     no_second_derivative,
     statistics_dtype,
 )
+from coda.ops.linear import ACTIVATIONS
 from coda.ops.mlp import split_pair
 from coda.ops.norm import NormStats, norm_gradient
 
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-_PLAIN = {None: "identity", "relu": "relu", "relu2": "relu2", "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+_PLAIN = {None: "identity"} | {name: name for name in ACTIVATIONS}
 
 
 def norm_linear(

@@ -52,7 +52,8 @@ struct PlainNode : NodeBase {
   }
 };
 
-// The facts of one tile that vector nodes need.
+// The facts of one tile that vector nodes need. The scheduler rounds the grid of tiles up, to whole clusters and swizzles: a tile may lie wholly
+// outside the matrix. Bulk stores are clipped there; nodes that store by themselves must look.
 template <class Config, Pairing kPairing>
 struct TileGeometry {
   static constexpr int kThreads = 2 * Config::kEpilogueM;  // consumers of a tile
@@ -530,7 +531,7 @@ struct RowPartialNode : PlainNode<PartialArguments> {
           sum += __shfl_xor_sync(0xffffffffu, sum, 1);
           sum += __shfl_xor_sync(0xffffffffu, sum, 2);
           int const row = geometry.row_of(e, 2 * i);
-          if (geometry.thread % 4 == 0 && row < geometry.m) params->data[tile() * params->ld + row] = sum;
+          if (geometry.thread % 4 == 0 && row < geometry.m && geometry.column < geometry.n) params->data[tile() * params->ld + row] = sum;
         }
       }
     }
@@ -577,7 +578,7 @@ struct ColPartialNode : PlainNode<PartialArguments> {
         CUTLASS_PRAGMA_UNROLL
         for (int lane = 4; lane < 32; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
         int const column = geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, 4 * (s / 2) + s % 2));
-        if (geometry.thread % 32 < 4 && column < geometry.n) params->data[line * params->ld + column] = sum;
+        if (geometry.thread % 32 < 4 && column < geometry.n && geometry.row < geometry.m) params->data[line * params->ld + column] = sum;
       }
     }
   };
