@@ -27,11 +27,34 @@ def check_devices(x: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name} is on {t.device}, expected {x.device} as x")
 
 
-def as_rows(t: Tensor) -> Tensor:
+def as_rows(t: Tensor, name: str = "x") -> Tensor:
     """[..., D] as [M, D]; a view where the strides allow it, and well defined for D = 0."""
     if t.dim() == 0:
-        raise ValueError("x has shape [], expected at least one dimension")
+        raise ValueError(f"{name} has shape [], expected at least one dimension")
     return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
+
+
+def check_floating(name: str, t: Tensor) -> None:
+    if t.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected float32, float64, bfloat16 or float16")
+
+
+def check_matrix(name: str, w: Tensor, x: Tensor, x_name: str = "x") -> None:
+    """Raises unless w is [out, width of x] in x's dtype. For functions whose operators know the weight by another name."""
+    if w.dim() != 2:
+        raise ValueError(f"{name} has shape {list(w.shape)}, expected 2 dimensions (out, in)")
+    if x.dim() and w.shape[1] != x.shape[-1]:
+        raise ValueError(f"{name} has shape {list(w.shape)}, expected {x.shape[-1]} columns as {x_name} has")
+    if w.dtype != x.dtype:
+        raise TypeError(f"{name} has dtype {w.dtype}, expected {x.dtype} as {x_name}")
+
+
+def check_pair(name: str, gate: Tensor, up: Tensor | None) -> None:
+    """Raises unless [gate; up], or the two of them, have halves of equal shape."""
+    if up is None and gate.shape[0] % 2:
+        raise ValueError(f"{name} has shape {list(gate.shape)}, expected an even number of rows, [gate; up]")
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"{name}[1] has shape {list(up.shape)}, expected {list(gate.shape)}, the shape of {name}[0]")
 
 
 def cast_for_autocast(like: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -103,6 +126,25 @@ def no_second_derivative(op: str, public: str) -> None:
         raise NotImplementedError(f"{public} has no second derivative: its backward cannot be differentiated (create_graph=True)")
 
     torch.library.register_autograd(op, raise_error)
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """A gradient as it is, tied to all that it depends on, so that differentiating it by any of them is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, public: str, gradient: Tensor, *depends_on: Tensor | None) -> Tensor:
+        ctx.public = public
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{ctx.public} has no second derivative: its backward cannot be differentiated (create_graph=True)")
+
+
+def once(public: str, gradients: tuple, *depends_on: Tensor | None) -> tuple:
+    if not torch.is_grad_enabled():
+        return gradients
+    return tuple(None if g is None else _SecondDerivative.apply(public, g, *depends_on) for g in gradients)
 
 
 def fake(op: str) -> Callable:

@@ -16,6 +16,7 @@ from coda.ops._common import (
     fake,
     needs_grad,
     no_second_derivative,
+    once,
     split_residual,
     statistics_dtype,
     weight_gradient,
@@ -115,13 +116,13 @@ class _Activated(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy):
         x, weight, bias, z = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dz, _, _, dbias = torch.ops.coda.dact(dy, None, z, None, bias, ctx.activation, 1, False)
         dx = torch.ops.coda.gemm(dz, weight) if need_x else None
-        return dx, weight_gradient(weight, dz.t(), x) if need_weight else None, dbias if need_bias else None, None
+        dw = weight_gradient(weight, dz.t(), x) if need_weight else None
+        return *once("coda.linear", (dx, dw, dbias if need_bias else None), dy, x, weight, bias), None
 
 
 def linear_residual(
@@ -159,6 +160,7 @@ def linear_residual(
     a, weight, bias = cast_for_autocast(a, a, weight, bias)
     if weight.dim() != 2:
         raise ValueError(f"weight has shape {list(weight.shape)}, expected 2 dimensions (out, in)")
+    rows = as_rows(a, "a")
     shape = (*a.shape[:-1], weight.shape[0])
     if residual.shape != shape:
         raise ValueError(f"residual has shape {list(residual.shape)}, expected {list(shape)} (the shape of the output)")
@@ -166,10 +168,10 @@ def linear_residual(
         return linear(a, weight, bias, residual=residual)
     inside, after = split_residual(a, residual)
     if after is not None:
-        out = torch.ops.coda.linear(as_rows(a), weight, bias, None).view(shape) + after
+        out = torch.ops.coda.linear(rows, weight, bias, None).view(shape) + after
         h, rstd = torch.ops.coda.rms_norm_stats(as_rows(out.detach()), next_norm_weight.detach(), eps)
     else:
-        out, h, rstd = torch.ops.coda.linear_residual(as_rows(a), weight, bias, as_rows(residual), next_norm_weight.detach(), eps)
+        out, h, rstd = torch.ops.coda.linear_residual(rows, weight, bias, as_rows(residual), next_norm_weight.detach(), eps)
         out = out.view(shape)
     return out, NormStats.make(out, h.view(shape), rstd.view(shape[:-1]), next_norm_weight, eps)
 

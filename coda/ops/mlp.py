@@ -16,6 +16,7 @@ from coda.ops._common import (
     fake,
     needs_grad,
     no_second_derivative,
+    once,
     split_residual,
     statistics_dtype,
     weight_gradient,
@@ -191,7 +192,9 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     if not save:  # only the residual asks for a gradient
         return
     normed = norm_weight is not None or stats_rstd is not None
-    ctx.save_for_backward(x, (rstd if stats_rstd is None else stats_rstd) if normed else None, preactivation, w_gate_up, w_up, w_down, norm_weight)
+    ctx.width = w_gate_up.shape[1]
+    need_x, _, _, need_gate, need_up, _, need_norm = ctx.needs_input_grad[:7]
+    ctx.save_for_backward(x if need_x or need_gate or need_up or need_norm else None, (rstd if stats_rstd is None else stats_rstd) if normed else None, preactivation, w_gate_up, w_up, w_down, norm_weight)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
@@ -200,11 +203,13 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
     if dout is not None and ctx.saved:
         x, rstd, preactivation, w_gate_up, w_up, w_down, norm_weight = ctx.saved_tensors
         # With the recomputed product for the down projection's weight.
-        dz, product, correction = torch.ops.coda.dglu(dout, w_down, preactivation, rstd, ctx.activation, x.shape[1], need_down)
+        dz, product, correction = torch.ops.coda.dglu(dout, w_down, preactivation, rstd, ctx.activation, ctx.width, need_down)
         if need_down:
             ddown = weight_gradient(w_down, dout.t(), product)
         incoming = dout if ctx.residual_is_x else None
-        if rstd is not None:
+        if x is None:
+            pass
+        elif rstd is not None:
             dx, dnorm, dgate = norm_gradient(
                 dz, correction, x, norm_weight, w_gate_up, w_up, incoming, need_x, need_norm, need_gate or need_up
             )
@@ -216,6 +221,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
         if w_up is not None and dgate is not None:
             f = w_gate_up.shape[0]
             dgate, dup = (dgate[:f] if need_gate else None), (dgate[f:] if need_up else None)
+        dx, dgate, dup, ddown, dnorm = once("coda.fused_mlp_forward", (dx, dgate, dup, ddown, dnorm), dout, x, w_gate_up, w_up, w_down, norm_weight)
     return dx, None, None, dgate, dup, ddown, dnorm, (dout if need_residual else None), None, None, None, None, None, None, None
 
 

@@ -23,11 +23,11 @@ class NormStats:
     of: Tensor
     norm_weight: Tensor | None
     eps: float
-    version: int
+    versions: tuple[int, int]
 
     @classmethod
     def make(cls, of: Tensor, h: Tensor, rstd: Tensor, norm_weight: Tensor | None, eps: float) -> "NormStats":
-        return cls(h, rstd, of, norm_weight, eps, _version(of))
+        return cls(h, rstd, of, norm_weight, eps, (_version(of), _version(norm_weight)))
 
     def check(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> None:
         """Raises ValueError unless these are the statistics of x, as it is now, for that norm."""
@@ -37,8 +37,8 @@ class NormStats:
             raise ValueError("stats were made with another norm weight than norm_weight, expected the next_norm_weight of the call that made them")
         if eps != self.eps:
             raise ValueError(f"stats were made with eps {self.eps}, expected {eps}")
-        if self.version != _version(x):
-            raise ValueError("stats are of an earlier state of x, which was changed in place since")
+        if self.versions != (_version(x), _version(norm_weight)):
+            raise ValueError("stats are of an earlier state of x or norm_weight, which was changed in place since")
 
     @property
     def rows(self) -> tuple[Tensor | None, Tensor]:
@@ -46,8 +46,8 @@ class NormStats:
         return (None if self.norm_weight is None else as_rows(self.h)), self.rstd.reshape(-1)
 
 
-def _version(t: Tensor) -> int:
-    return 0 if torch.compiler.is_compiling() or t.is_inference() else t._version
+def _version(t: Tensor | None) -> int:
+    return 0 if t is None or torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
 def rms_norm_stats(x: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,15 @@ from coda.ops._common import (
     cast_for_autocast,
     check_activation,
     check_devices,
+    check_floating,
+    check_matrix,
     check_optional_tensor,
+    check_pair,
     check_tensor,
     fake,
     needs_grad,
     no_second_derivative,
+    once,
     statistics_dtype,
 )
 from coda.ops.linear import ACTIVATIONS
@@ -66,7 +70,11 @@ def norm_linear(
     w, w_up = split_pair("weight", weight) if gated else (check_tensor("weight", weight), None)
     if gated and bias is not None:
         raise ValueError(f"bias is a tensor, expected None with activation {activation!r}")
-    given, x, (w, w_up, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, weight=w, up=w_up, bias=bias)
+    named = {"weight": w} if w_up is None else {"weight[0]": w, "weight[1]": w_up}
+    given, x, (w, *up, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, **named, bias=bias)
+    w_up = up[0] if up else None
+    if gated:
+        check_pair("weight", w, w_up)
     out_features = w.shape[0] if not gated or w_up is not None else w.shape[0] // 2
     act = _GATED[activation] if gated else _PLAIN[activation]
     if needs_grad(x, norm_weight, w, w_up, bias):
@@ -115,6 +123,7 @@ def norm_linear_rope(
     check_tensor("x", x)
     if x.dim() != 3:
         raise ValueError(f"x has shape {list(x.shape)}, expected 3 dimensions (B, T, D)")
+    check_tensor("w_qkv", w_qkv)
     given, x, (w, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, w_qkv=w_qkv, bias=bias)
     rope = rope_arguments(x, w, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
     heads = (num_heads, num_kv_heads)
@@ -148,7 +157,7 @@ def rope_arguments(x, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positi
             if low < 0 or high >= cos.shape[0]:
                 raise ValueError(f"positions has values from {low} to {high}, expected 0 to {cos.shape[0] - 1} (the rows of cos)")
         positions = positions.expand(x.shape[:-1]).reshape(-1)
-    return cos, sin, positions, max(length, 1), head_dim, (num_heads + num_kv_heads) * head_dim, interleaved
+    return cos.detach(), sin.detach(), positions, max(length, 1), head_dim, (num_heads + num_kv_heads) * head_dim, interleaved
 
 
 def split_heads(qkv: Tensor, heads: tuple[int, int], head_dim: int, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +183,11 @@ def _prepare(x, norm_weight, eps, stats, **others):
         stats.check(x, norm_weight, eps)
     given = x
     x, *cast = cast_for_autocast(x, x, *others.values())
+    check_floating("x", x)
     rows = as_rows(x)
+    for (name, given_as), t in zip(others.items(), cast):
+        if name != "bias" and given_as is not None:
+            check_matrix(name, t, x)
     if stats is not None and x is given:
         h, rstd = stats.rows
     else:
@@ -203,17 +216,21 @@ class _NormLinear(torch.autograd.Function):
         ctx.save_for_backward(x, rstd, norm_weight, w, w_up, bias, y if plain else z)
         ctx.act, ctx.gated, ctx.plain = act, gated, plain
         ctx.set_materialize_grads(False)
-        return x.view_as(x), y
+        passed = x.view_as(x)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(passed)
+        return passed, y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, incoming, dy):
         x, rstd, norm_weight, w, w_up, bias, z = ctx.saved_tensors
         need_x, _, _, need_norm, need_w, need_up, need_bias = ctx.needs_input_grad[:7]
         if dy is None:
             return incoming, *[None] * 8
         width, dbias = x.shape[1], None
-        if ctx.plain:  # a rotation of nothing
+        if ctx.plain and dy.shape[1] == 0:
+            dz, correction, dbias = dy, rstd.new_zeros(rstd.shape), dy.new_zeros((0,))
+        elif ctx.plain:  # a rotation of nothing
             as_heads = lambda t: t.view(1, t.shape[0], 1, t.shape[1])
             none = dy.new_empty((x.shape[0], 0)), dy.new_empty((x.shape[0], 0))
             dy = dy.contiguous()
@@ -230,7 +247,9 @@ class _NormLinear(torch.autograd.Function):
         if w_up is not None and dw is not None:
             f = w.shape[0]
             dw, dup = (dw[:f] if need_w else None), (dw[f:] if need_up else None)
-        return dx, None, None, dnorm, dw, dup, (dbias if need_bias else None), None, None
+        dbias = dbias if need_bias else None
+        dx, dnorm, dw, dup, dbias = once("coda.norm_linear", (dx, dnorm, dw, dup, dbias), dy, incoming, x, norm_weight, w, w_up, bias)
+        return dx, None, None, dnorm, dw, dup, dbias, None, None
 
 
 class _NormRope(torch.autograd.Function):
@@ -241,10 +260,12 @@ class _NormRope(torch.autograd.Function):
         ctx.save_for_backward(x, rstd, norm_weight, w, bias, qkv, cos, sin, positions)
         ctx.heads, ctx.shape = heads, shape
         ctx.set_materialize_grads(False)
-        return x.view_as(x), *split_heads(qkv, heads, rope[4], shape)
+        passed = x.view_as(x)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(passed)
+        return passed, *split_heads(qkv, heads, rope[4], shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, incoming, dq, dk, dv):
         x, rstd, norm_weight, w, bias, qkv, cos, sin, positions = ctx.saved_tensors
         need_x, _, _, need_norm, need_w, need_bias = ctx.needs_input_grad[:6]
@@ -266,7 +287,9 @@ class _NormRope(torch.autograd.Function):
             x.shape[1],
         )
         dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
-        return dx, None, None, dnorm, dw, (dbias if need_bias else None), None, None, None
+        dbias = dbias if need_bias else None
+        dx, dnorm, dw, dbias = once("coda.norm_linear_rope", (dx, dnorm, dw, dbias), dq, dk, dv, incoming, x, norm_weight, w, bias)
+        return dx, None, None, dnorm, dw, dbias, None, None, None
 
 
 @fake("coda::rstd_act")

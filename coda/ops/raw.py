@@ -4,7 +4,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coda.ops._common import as_rows, check_activation, check_devices, check_optional_tensor, check_tensor, refuse_grad
+from coda.ops._common import (
+    as_rows,
+    check_activation,
+    check_devices,
+    check_floating,
+    check_matrix,
+    check_optional_tensor,
+    check_pair,
+    check_tensor,
+    refuse_grad,
+)
 from coda.ops.mlp import GATES, split_pair
 from coda.ops.norm_linear import rope_arguments, split_heads
 
@@ -68,7 +78,9 @@ def rms_linear_swiglu(h: Tensor, rstd: Tensor, w_gate_up: Tensor | tuple[Tensor,
     """
     check_activation(activation, GATES)
     w, w_up = split_pair("w_gate_up", w_gate_up)
-    rows, rstd_rows = _deferred("coda.rms_linear_swiglu", h, rstd, w_gate_up=w, up=w_up)
+    named = {"w_gate_up": w} if w_up is None else {"w_gate_up[0]": w, "w_gate_up[1]": w_up}
+    rows, rstd_rows = _deferred("coda.rms_linear_swiglu", h, rstd, **named)
+    check_pair("w_gate_up", w, w_up)
     out = torch.ops.coda.rstd_glu(rows, rstd_rows, w, w_up, activation, False)[0]
     return out.view(*h.shape[:-1], out.shape[1])
 
@@ -101,6 +113,7 @@ def rms_linear_rope(
         TypeError, ValueError: as `coda.linear_residual_rms_norm`; the differentiable function is `coda.norm_linear_rope`.
     """
     rows, rstd_rows = _deferred("coda.rms_linear_rope", h, rstd, w_qkv=check_tensor("w_qkv", w_qkv), bias=check_optional_tensor("bias", bias))
+    refuse_grad("coda.rms_linear_rope", "coda.norm_linear_rope, which takes the tables as constants", cos=check_tensor("cos", cos), sin=check_tensor("sin", sin))
     rope = rope_arguments(h, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
     if rotary_dim is not None and rotary_dim != 2 * cos.shape[-1]:
         raise ValueError(f"rotary_dim is {rotary_dim!r}, expected {2 * cos.shape[-1]}, twice the width of cos")
@@ -114,7 +127,11 @@ def _deferred(public: str, h: Tensor, rstd: Tensor, **others: Tensor | None) -> 
     check_devices(h, rstd=rstd, **others)
     instead = "coda.norm_linear_rope" if public.endswith("rope") else "coda.norm_linear"
     refuse_grad(public, instead, h=h, rstd=rstd, **others)
-    rows = as_rows(h)
+    check_floating("h", h)
+    rows = as_rows(h, "h")
+    for name, t in others.items():
+        if name != "bias" and t is not None:
+            check_matrix(name, t, h, "h")
     if rstd.shape != h.shape[:-1]:
         raise ValueError(f"rstd has shape {list(rstd.shape)}, expected {list(h.shape[:-1])} (one value a row of h)")
     return rows, rstd.reshape(-1)

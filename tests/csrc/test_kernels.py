@@ -1,94 +1,247 @@
-"""Forces every compiled kernel, so that none is reached only by a lucky shape."""
+"""Forces every compiled kernel, so that none is reached only by a lucky shape, and compares with float64.
+
+A value that is a function of a stored one (h and rstd of a residual sum, for example) is compared with that function of what was stored.
+"""
 import pytest
 import torch
-import torch.nn.functional as F
 
 import coda
+from build_support.settings import manifest
 from coda._extension import force_kernel
-from tests.reference import error
+from tests.ops.cases import ACTIVATIONS, GATES, rotate
 
 KERNELS = {k["key"]: k for k in coda.info()["kernels"]}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # A stored number is off by 2^-8 (2^-11) of itself at most; few numbers can come near that, the root mean square of many does not.
-STEP = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1000, 1192, 520), (1, 8, 8), (127, 264, 64), (129, 136, 8), (256, 512, 1032), (16, 2056, 72)]
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not KERNELS, reason="this build holds no kernels")]
-
-
-def new(*shape, dtype, scale=1.0):
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+EPS = 1e-5
+ops = torch.ops.coda
 
 
-def bound(value, dtype):
-    return 1e-5 if value.dtype == torch.float32 else STEP[dtype] * (1 if value.numel() < 1000 else 0.5)
+class Problem:
+    """Random operands of an M x N x K product for one kernel."""
+
+    def __init__(self, key, program, layout, dtype, m, n, k, device):
+        self.m, self.n, self.k, self.dtype, self.device, self.program = m, n, k, dtype, device, program
+        self.turn = int(key.rsplit("_r", 1)[1]) if program == "rstd_rope" else 64
+        if program.startswith("rstd_rope"):
+            parts = max(n // self.turn, 1) | m % 2  # an odd number ends inside a tile
+            self.n = n = parts * self.turn
+            self.wide_head = next(f for f in (2, 3, 1) if parts % f == 0) * self.turn
+        self.a = self.new(k, m).t() if layout == "nt" else self.new(m, k)
+        self.b = self.new(n, k, scale=k**-0.5).t() if layout == "tn" else self.new(k, n, scale=k**-0.5)
+        self.rstd = torch.rand(m, device=device) + 0.5
+
+    def new(self, *shape, scale=1.0):
+        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype)
+
+    @property
+    def product(self):
+        return self.a.double() @ self.b.double()
+
+    @property
+    def scaled(self):
+        return self.product * self.rstd.double().unsqueeze(1)
 
 
-def run(kernel, m, n, k, dtype):
-    """The outputs of the kernel, and their exact values."""
-    program, layout = kernel["program"], kernel["layout"]
-    ops = torch.ops.coda
-    rstd = torch.rand(m, device="cuda") + 0.5
-    if program.startswith("rstd_swiglu"):
-        h, w = new(m, k, dtype=dtype), new(2 * n, k, dtype=dtype, scale=k**-0.5)
-        z = (h.double() @ w.double().t()) * rstd.double().unsqueeze(1)
-        gate, up = z.chunk(2, 1)
-        store = program.endswith("preactivation")
-        call = lambda: ops.rstd_swiglu(h, rstd, w, None, store)[: 2 if store else 1]
-        return call, [F.silu(gate) * up, z][: 2 if store else 1]
-    if program == "dswiglu":
-        dy, w, z = new(m, k, dtype=dtype), new(k, n, dtype=dtype, scale=k**-0.5), new(m, 2 * n, dtype=dtype)
-        acc, (gate, up) = dy.double() @ w.double(), z.double().chunk(2, 1)
-        s = torch.sigmoid(gate)
-        dgate, dup = acc * up * s * (1 + gate * (1 - s)), acc * gate * s
-        dz = torch.cat((dgate, dup), 1) * rstd.double().unsqueeze(1)
-        return lambda: ops.dswiglu(dy, w, z, rstd), [dz, gate * s * up, (dgate * gate + dup * up).sum(1)]
-    a = new(k, m, dtype=dtype).t() if layout == "nt" else new(m, k, dtype=dtype)
-    b = new(n, k, dtype=dtype, scale=k**-0.5).t() if layout == "tn" else new(k, n, dtype=dtype, scale=k**-0.5)
-    bias = new(n, dtype=dtype)
-    source = new(m, n, dtype=dtype) if program == "plain_residual" else None
-    exact = 1.5 * (a.double() @ b.double()) + bias.double()
-    return lambda: (ops.gemm(a, b, bias, source, 1.5, 0.5),), [exact if source is None else exact + 0.5 * source.double()]
+def sums(terms, dim):
+    """A sum of many terms, and the size of the terms: what cancels in a sum leaves their rounding behind."""
+    return terms.sum(dim), terms.abs().sum(dim)
 
 
+def correction(p, row_terms, width):
+    factor = p.rstd.double().square() / width
+    return sums(row_terms * factor.unsqueeze(1), 1)
+
+
+# For each program, its calls on a problem: (function, exact), exact(outputs) being their exact values, None for one that is not to be looked at.
+
+
+def plain(p):
+    bias, source = p.new(p.n), p.new(p.m, p.n) if p.program == "plain_residual" else None
+    exact = 1.5 * p.product + bias.double() + (0 if source is None else 0.5 * source.double())
+    yield lambda: (ops.gemm(p.a, p.b, bias, source, 1.5, 0.5),), lambda out: [exact]
+
+
+def rstd(p):
+    for bias in (p.new(p.n), None):
+        exact = p.scaled + (0 if bias is None else bias.double())
+        yield lambda: ops.rstd_act(p.a, p.rstd, p.b.t(), bias, "identity", False)[:1], lambda out: [exact]
+
+
+def rstd_act(p):
+    bias = p.new(p.n)
+    for kind, store, b in (("relu", True, bias), ("relu2", False, bias), ("silu", True, None), ("gelu", False, None), ("gelu_tanh", True, bias)):
+        z = p.scaled + (0 if b is None else b.double())
+        exact = [ACTIVATIONS[kind](z), z][: 1 + store]
+        yield lambda: ops.rstd_act(p.a, p.rstd, p.b.t(), b, kind, store)[: 1 + store], lambda out: exact
+
+
+def gates_of(program):
+    return ("silu",) if "swiglu" in program else ("gelu", "gelu_tanh")
+
+
+def rstd_glu(p):
+    w, store = torch.cat((p.b.t(), p.new(p.n, p.k, scale=p.k**-0.5))), p.program.endswith("preactivation")
+    z = (p.a.double() @ w.double().t()) * p.rstd.double().unsqueeze(1)
+    gate, up = z.chunk(2, 1)
+    for kind in gates_of(p.program):
+        exact = [GATES[kind](gate) * up, z][: 1 + store]
+        yield lambda: ops.rstd_glu(p.a, p.rstd, w, None, kind, store)[: 1 + store], lambda out: exact
+
+
+def activation_gradient(function, z, gradient):
+    """(value, dz) in float64."""
+    z = z.double().requires_grad_()
+    value = function(z)
+    return value.detach(), torch.autograd.grad(value, z, gradient)[0]
+
+
+def dglu(p):
+    z = p.new(p.m, 2 * p.n)
+    for kind in gates_of(p.program):
+        value, dz = activation_gradient(lambda t: GATES[kind](t[:, : p.n]) * t[:, p.n :], z, p.product)
+        exact = [dz * p.rstd.double().unsqueeze(1), value, correction(p, dz * z.double(), 3 * p.n)]
+        yield lambda: ops.dglu(p.a, p.b, z, p.rstd, kind, 3 * p.n, True), lambda out: exact
+
+
+def dact(p):
+    z, bias = p.new(p.m, p.n), p.new(p.n)
+    for kind, b in (("relu", bias), ("relu2", None), ("silu", bias), ("gelu", None), ("gelu_tanh", bias), ("identity", bias)):
+        value, dz = activation_gradient(ACTIVATIONS[None if kind == "identity" else kind], z, p.product)
+        unbiased = z.double() - (0 if b is None else b.double())
+        exact = [dz * p.rstd.double().unsqueeze(1), value, correction(p, dz * unbiased, p.n), None if b is None else sums(dz, 0)]
+        yield lambda: ops.dact(p.a, p.b, z, p.rstd, b, kind, p.n, True), lambda out: exact
+
+
+def residual_sqsum(p):
+    bias, residual, gamma = p.new(p.n), p.new(p.m, p.n), p.new(p.n).float() + 2.0**-13
+    for b, g in ((bias, gamma), (None, gamma.to(p.dtype)), (bias, None)):
+        exact = p.product + residual.double() + (0 if b is None else b.double())
+
+        def values(out):
+            stored = out[0].double()
+            return [exact, None if g is None else stored * g.double(), (stored.square().mean(1) + EPS).rsqrt()]
+
+        yield lambda: ops.linear_residual(p.a, p.b.t(), b, residual, g, EPS), values
+
+
+def norm_backward(p):
+    x, gamma, correction, incoming = p.new(p.m, p.n), p.new(p.n), torch.randn(p.m, device=p.device), p.new(p.m, p.n)
+    dn, wide = p.product, x.double()
+    for g, i, want in ((gamma, incoming, True), (gamma.float() + 2.0**-13, None, True), (gamma, None, False), (None, incoming, False)):
+        dx = dn * (1 if g is None else g.double()) - correction.double().unsqueeze(1) * wide + (0 if i is None else i.double())
+        exact = [dx, wide * g.double() if want else None, sums(dn * wide, 0) if want else None]
+        yield lambda: ops.norm_backward(p.a, p.b, None, x, g, correction, i, want, want), lambda out: exact
+
+
+def rstd_rope(p):
+    adjacent, rows = p.program == "rstd_rope_adjacent", 500
+    angle = torch.rand(rows, p.turn // 2, device=p.device) * 6
+    tables = angle.cos(), angle.sin()
+    narrow = [t.to(p.dtype) for t in tables]
+    bias, positions = p.new(p.n), torch.randint(0, rows, (p.m,), device=p.device)
+    for head_dim, given, (cos, sin), b, still in (
+        (p.turn, positions, tables, bias, 1),
+        (p.turn, positions.int(), narrow, None, 0),
+        (p.wide_head, None, tables, bias, 0),  # a part of each head turns
+        (p.wide_head, positions, narrow, bias, p.n // p.wide_head),  # no head turns
+    ):
+        columns = p.n - still * head_dim
+        at = torch.arange(p.m, device=p.device) % 300 if given is None else positions
+        z = (p.scaled + (0 if b is None else b.double())).view(p.m, -1, head_dim)
+        turning = z[:, : columns // head_dim]
+        exact = torch.cat((rotate(turning, cos[at].double(), sin[at].double(), adjacent), z[:, columns // head_dim :]), 1).view(p.m, p.n)
+        call = lambda: (ops.rstd_rope(p.a, p.rstd, p.b.t(), b, cos, sin, given, 300, head_dim, columns, adjacent),)
+        yield call, lambda out: [exact]
+
+
+PROGRAMS = {
+    "plain": plain,
+    "plain_residual": plain,
+    "rstd": rstd,
+    "rstd_act": rstd_act,
+    "dact": dact,
+    "residual_sqsum": residual_sqsum,
+    "norm_backward": norm_backward,
+    "rstd_rope": rstd_rope,
+    "rstd_rope_adjacent": rstd_rope,
+    **{f"rstd_{unit}{suffix}": rstd_glu for unit in ("swiglu", "geglu") for suffix in ("", "_preactivation")},
+    **{f"d{unit}": dglu for unit in ("swiglu", "geglu")},
+}
+
+
+def check(outputs, exact):
+    for i, (value, wanted) in enumerate(zip(outputs, exact)):
+        if wanted is None:
+            continue
+        wanted, size = wanted if isinstance(wanted, tuple) else (wanted, torch.zeros(()))
+        step = STEP.get(value.dtype, 1e-5) * (1 if value.numel() < 1000 or value.dtype not in STEP else 0.5)
+        limit = step * wanted.norm().item() + 2e-6 * size.norm().item()
+        off = (value.double() - wanted).norm().item()
+        assert value.shape == wanted.shape and off <= limit, f"output {i} is off by {off:.3e}, expected {limit:.3e}"
+
+
+def run(kernel, m, n, k, repeats, device="cuda"):
+    """Every call of the kernel's program: right, and the same bits each time. Yields after the first run of each."""
+    problem = Problem(kernel["key"], kernel["program"], kernel["layout"], DTYPES[kernel["dtype"]], m, n, k, device)
+    for call, exact in PROGRAMS[kernel["program"]](problem):
+        first = call()
+        yield
+        check(first, exact(first))
+        for _ in range(repeats):
+            assert all(torch.equal(a, b) for a, b in zip(call(), first))
+
+
+def test_every_program_is_here():
+    assert {k.program for k in manifest.manifest()} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_cpu_back_end(program, poisoned_memory):
+    torch.manual_seed(0)
+    kernel = next(k for k in manifest.manifest() if k.program == program)
+    fields = dict(key=kernel.key, program=program, layout=kernel.layout, dtype=kernel.dtype)
+    for _ in run(fields, 33, 136, 72, 1, device="cpu"):
+        assert coda.backend_of_last_call() == "cpu"
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not KERNELS, reason="this build holds no kernels")]
+on_gpu = lambda test: gpu[0](gpu[1](test))
+
+
+@on_gpu
 @pytest.mark.parametrize("m, n, k", SHAPES)
 @pytest.mark.parametrize("key", list(KERNELS))
 def test_forced(key, m, n, k, poisoned_memory):
     torch.manual_seed(0)
-    kernel = KERNELS[key]
-    if kernel["layout"] == "nt":
+    if KERNELS[key]["layout"] == "nt":
         m = (m + 7) // 8 * 8
-    call, exact = run(kernel, m, n, k, DTYPES[kernel["dtype"]])
     with force_kernel(key):
-        first = call()
-        assert key in coda.backend_of_last_call()
-        for value, wanted in zip(first, exact):
-            assert error(value, wanted) < bound(value, kernel["dtype"])
-        for _ in range(20):
-            assert all(torch.equal(a, b) for a, b in zip(call(), first))
+        for _ in run(KERNELS[key], m, n, k, 20):
+            assert key in coda.backend_of_last_call()
 
 
+@on_gpu
 @pytest.mark.parametrize("k", [8, 16, 64])
 @pytest.mark.parametrize("key", list(KERNELS))
 def test_short_k_repeats(key, k, poisoned_memory):
     """Few mainloop steps make the epilogue wait for nothing: a buffer reused too early would show here."""
     torch.manual_seed(0)
-    kernel = KERNELS[key]
-    call, exact = run(kernel, 2048, 2048, k, DTYPES[kernel["dtype"]])
     with force_kernel(key):
-        first = call()
-        for value, wanted in zip(first, exact):
-            assert error(value, wanted) < bound(value, kernel["dtype"])
-        for _ in range(50):
-            assert all(torch.equal(a, b) for a, b in zip(call(), first))
+        for _ in run(KERNELS[key], 2048, 2048, k, 50):
+            assert key in coda.backend_of_last_call()
 
 
+@on_gpu
 def test_unknown_kernel_names_near_misses():
     with pytest.raises(ValueError, match="the nearest are: rstd_swiglu"):
         with force_kernel("rstd_swiglu_tn_bf16_128x128x64_9x9_pingpong"):
             pass
 
 
+@on_gpu
 def test_registry_fits_the_card():
     for k in KERNELS.values():
         assert k["shared_memory"] <= 232448 and k["stages"] >= 3, k

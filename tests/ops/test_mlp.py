@@ -1,13 +1,13 @@
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import coda
-from tests.reference import assert_no_worse, flat, leaf_copy, map_tensors, mlp, mlp_inputs
+from coda.ops.mlp import mlp_residual
+from tests.ops import cases
+from tests.ops.cases import SIXTEEN, raises, sixteen_on_cuda
+from tests.reference import error, flat, leaf_copy, mlp, mlp_inputs
 
-SIXTEEN = (torch.bfloat16, torch.float16)
 CPU_ONLY = (torch.float32, torch.float64)
 
 
@@ -17,29 +17,23 @@ def call(inputs, **options):
 
 
 def compare(inputs, factor=1.0):
-    """Output and every gradient against float64, with the eager sequence as the yardstick. Returns (forward, backward) back ends."""
-    ours, eager, exact = leaf_copy(inputs), leaf_copy(inputs), leaf_copy(inputs, torch.float64)
-    before = [t.detach().clone() for t in flat(ours)]
-    out = call(ours)
-    forward = coda.backend_of_last_call()
-    grad = torch.randn_like(out)
-    grad_before = grad.clone()
-    out.backward(grad)
-    backward = coda.backend_of_last_call()
-    eager_out, exact_out = mlp(*eager), mlp(*exact)
-    eager_out.backward(grad)
-    exact_out.backward(grad.double())
-    assert out.dtype == inputs[0].dtype
-    assert_no_worse("output", out, eager_out, exact_out, factor)
-    for i, (a, b, c) in enumerate(zip(flat(ours), flat(eager), flat(exact))):
-        assert a.grad.dtype == a.dtype
-        assert_no_worse(f"gradient of argument {i}", a.grad, b.grad, c.grad, factor)
-    assert all(torch.equal(a.detach(), b) for a, b in zip(flat(ours), before)) and torch.equal(grad, grad_before), "an input was changed"
-    return forward, backward
+    """Output and every gradient against float64. Returns the back ends of the forward and of the backward's last product."""
+    names = ("x", "w_gate_up", "w_down", "norm_weight", "residual")
+    tensors = {k: t for k, t in zip(names, inputs) if t is not None}
+    if isinstance(tensors["w_gate_up"], tuple):
+        tensors["w_gate_up"], tensors["w_up"] = tensors["w_gate_up"]
+
+    def of(function):
+        def named(w_gate_up, w_up=None, norm_weight=None, residual=None, *, x, w_down):
+            return function((x, w_gate_up if w_up is None else (w_gate_up, w_up), w_down, norm_weight, residual))
+
+        return named
+
+    return cases.compare(cases.Case(of(call), of(lambda t: mlp(*t)), None), tensors, factor)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN + CPU_ONLY, ids=str)
-@pytest.mark.parametrize("m, d, f", [(33, 40, 72), (1, 64, 128), (127, 136, 264)])
+@pytest.mark.parametrize("m, d, f", [(33, 40, 72), (1, 64, 128)])
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("norm, residual", [(True, True), (False, False), (True, False), (False, True)])
 def test_against_float64(device, dtype, m, d, f, pair, norm, residual):
@@ -47,7 +41,7 @@ def test_against_float64(device, dtype, m, d, f, pair, norm, residual):
     if device == "cpu":
         assert forward == backward == "cpu"
     elif dtype in SIXTEEN:
-        assert forward.startswith("sm90:") and "rstd_swiglu_preactivation" in forward and "dswiglu" in backward
+        assert forward.startswith("sm90:") and "rstd_swiglu_preactivation" in forward and backward.startswith("sm90:")
     else:
         assert forward.startswith("eager:") and backward.startswith("eager:")
 
@@ -79,7 +73,7 @@ def test_odd_widths(device, m, d, f):
 
 @pytest.mark.parametrize("m, d, f", [(0, 16, 24), (3, 16, 0), (3, 0, 8)])
 def test_empty(device, m, d, f):
-    inputs = leaf_copy(mlp_inputs(m, d, f, torch.float32 if device == "cpu" else torch.bfloat16, device))
+    inputs = leaf_copy(mlp_inputs(m, d, f, sixteen_on_cuda(device), device))
     out = call(inputs)
     assert out.shape == (m, d) and out.grad_fn is not None
     out.sum().backward()
@@ -93,7 +87,7 @@ def test_empty(device, m, d, f):
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 0, 3), (1, 2, 1, 4)])
 def test_leading_dimensions(device, lead):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = sixteen_on_cuda(device)
     x, w, w_down, g, _ = mlp_inputs(1, 16, 24, dtype, device)
     x = torch.randn(*lead, 16, device=device, dtype=dtype)
     out = coda.fused_mlp_forward(x, w, w_down, norm_weight=g, residual=x)
@@ -102,90 +96,16 @@ def test_leading_dimensions(device, lead):
     assert torch.equal(out.reshape(-1, 16), coda.fused_mlp_forward(rows, w, w_down, norm_weight=g, residual=rows))
 
 
-def _views(t):
-    """The same values in other memory: (what, view)."""
-    m, n = t.shape
-    wide = t.new_zeros(m, 3 * n + 8)
-    wide[:, 8 : 8 + n] = t
-    yield "columns of a wider tensor", wide[:, 8 : 8 + n]
-    odd = t.new_zeros(m * n + 1)
-    odd[1:] = t.reshape(-1)
-    yield "odd storage offset", odd[1:].view(m, n)
-    yield "transposed", t.t().contiguous().t()
-    yield "every second column", torch.stack((t, t), -1).reshape(m, 2 * n)[:, ::2]
-    short = t.new_zeros(m, n + 1)
-    short[:, :n] = t
-    yield "odd row stride", short[:, :n]
-
-
-@pytest.mark.parametrize("which", range(5), ids=["x", "w_gate_up", "w_down", "residual", "grad"])
-def test_strided_views(device, which):
-    dtype = torch.bfloat16
-    inputs = list(mlp_inputs(24, 40, 48, dtype, device))
-    grad = torch.randn(24, 40, device=device, dtype=dtype)
-    position = [0, 1, 2, 4, None][which]
-
-    def run(values, g):
-        leaves = [None if v is None else v.detach().requires_grad_() for v in values]
-        out = call(leaves)
-        out.backward(g)
-        return [out.detach()] + [t.grad for t in leaves if t is not None]
-
-    expected = run(inputs, grad)
-    for what, view in _views(grad if position is None else inputs[position]):
-        values = list(inputs)
-        if position is not None:
-            values[position] = view
-        got = run(values, view if position is None else grad)
-        for a, b in zip(got, expected):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2, msg=lambda m: f"{what}: {m}")
-
-
-def test_expanded_gradient_and_vectors(device):
-    """`.sum().backward()` sends a stride-0 gradient; an expanded norm weight has stride 0 too."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    inputs = leaf_copy(mlp_inputs(9, 16, 24, dtype, device))
-    call(inputs).sum().backward()
-    again = leaf_copy(inputs)
-    call(again).backward(torch.ones(9, 16, device=device, dtype=dtype))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(flat(inputs), flat(again)))
+def test_expanded_norm_weight(device):
+    dtype = sixteen_on_cuda(device)
+    inputs = mlp_inputs(9, 16, 24, dtype, device)
     one = torch.full((1,), 1.5, device=device, dtype=dtype)
     a = coda.fused_mlp_forward(*inputs[:3], norm_weight=one.expand(16))
     assert torch.equal(a, coda.fused_mlp_forward(*inputs[:3], norm_weight=one.repeat(16)))
 
 
-@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=5)), ids=lambda w: "".join("01"[b] for b in w))
-@pytest.mark.parametrize("pair", [False, True])
-def test_gradcheck_every_subset(wanted, pair):
-    torch.manual_seed(0)
-    inputs = mlp_inputs(3, 4, 5, torch.float64, "cpu", pair=pair)
-    names = ["x", "w_gate_up", "w_down", "norm_weight", "residual"]
-    tensors = [
-        tuple(t.requires_grad_(w) for t in v) if isinstance(v, tuple) else v.requires_grad_(w) for v, w in zip(inputs, wanted)
-    ]
-    out = call(tensors)
-    assert out.requires_grad == any(wanted)
-    if not any(wanted):
-        return
-    grads = torch.autograd.grad(out.sum(), flat([t for t, w in zip(tensors, wanted) if w]))
-    assert all(g is not None for g in grads), names
-    leaves = flat([t for t, w in zip(tensors, wanted) if w])
-
-    def f(*_):
-        return call(tensors)
-
-    assert torch.autograd.gradcheck(f, leaves)
-
-
-def test_one_of_a_pair_frozen():
-    torch.manual_seed(0)
-    x, (gate, up), w_down, g, _ = mlp_inputs(3, 4, 5, torch.float64, "cpu", pair=True)
-    up.requires_grad_()
-    assert torch.autograd.gradcheck(lambda u: coda.fused_mlp_forward(x, (gate, u), w_down, norm_weight=g), (up,))
-
-
 def test_same_parameter_as_gate_and_up(device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    dtype = sixteen_on_cuda(device, torch.float64)
     x, (w, _), w_down, g, _ = leaf_copy(mlp_inputs(8, 16, 24, dtype, device, pair=True))
     coda.fused_mlp_forward(x, (w, w), w_down, norm_weight=g).sum().backward()
     y, v, v_down, h = (t.detach().double().requires_grad_() for t in (x, w, w_down, g))
@@ -206,35 +126,6 @@ def test_gate_and_up_in_any_memory_order(device):
         assert torch.equal(coda.fused_mlp_forward(x, pair, w_down, norm_weight=g), expected)
 
 
-def test_bitwise_repeatable(device, poisoned_memory):
-    dtype = torch.bfloat16
-    inputs = leaf_copy(mlp_inputs(300, 264, 520, dtype, device))
-    grad = torch.randn(300, 264, device=device, dtype=dtype)
-    first = None
-    for _ in range(20):
-        out = call(inputs)
-        result = [out.detach(), *torch.autograd.grad(out, flat(inputs), grad)]
-        first = first or result
-        assert all(torch.equal(a, b) for a, b in zip(result, first))
-
-
-def test_same_value_with_and_without_grad(device):
-    dtype = torch.bfloat16
-    inputs = leaf_copy(mlp_inputs(40, 64, 96, dtype, device))
-    with_grad = call(inputs).detach()
-    with torch.no_grad():
-        assert torch.equal(call(inputs), with_grad)
-    with torch.inference_mode():
-        assert torch.equal(call(inputs), with_grad)
-    checkpointed = torch.utils.checkpoint.checkpoint(lambda *t: call(t), *inputs, use_reentrant=False)
-    assert torch.equal(checkpointed, with_grad)
-    checkpointed.sum().backward()
-    grads = [t.grad for t in flat(inputs)]
-    again = leaf_copy(inputs)
-    call(again).sum().backward()
-    assert all(torch.equal(a, b.grad) for a, b in zip(grads, flat(again)))
-
-
 def _saved(f):
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(tuple(t.shape)) or t, lambda t: t):
@@ -247,17 +138,17 @@ def test_what_is_saved():
     x, w, w_down, g, r = mlp_inputs(m, d, f, torch.float32, "cpu")
     leaves = [t.requires_grad_() for t in (x, w, w_down, g, r)]
     sizes = _saved(lambda: call(leaves))
-    assert sizes.count((m, 2 * f)) == 1 and sizes.count((m, d)) == 2 and sizes.count((m,)) == 1  # pre-activation; x and h; rstd
+    assert sizes.count((m, 2 * f)) == 1 and sizes.count((m, d)) == 1 and sizes.count((m,)) == 1  # pre-activation; x; rstd
     with torch.no_grad():
         assert _saved(lambda: call(leaves)) == []
     x.requires_grad_(False), g.requires_grad_(False), w.requires_grad_(False)
-    assert (m, d) not in _saved(lambda: call(leaves)), "neither x nor h is needed for the gradient of w_down"
+    assert (m, d) not in _saved(lambda: call(leaves)), "x is not needed for the gradient of w_down"
     w_down.requires_grad_(False)
     assert _saved(lambda: call(leaves)) == [], "only the residual wants a gradient"
 
 
 def test_large_gates_stay_finite(device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = sixteen_on_cuda(device)
     x, w, w_down, _, _ = leaf_copy(mlp_inputs(16, 16, 32, dtype, device, norm=False, residual=False, scale=4000.0))
     out = coda.fused_mlp_forward(x, w, w_down)
     out.sum().backward()
@@ -265,7 +156,7 @@ def test_large_gates_stay_finite(device):
 
 
 def test_nan_stays_in_its_row(device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = sixteen_on_cuda(device)
     x, w, w_down, g, _ = mlp_inputs(40, 64, 96, dtype, device)
     clean = coda.fused_mlp_forward(x, w, w_down, norm_weight=g)
     x[17, 3] = float("nan")
@@ -277,7 +168,7 @@ def test_nan_stays_in_its_row(device):
 
 def test_constant_weights_cannot_hide_the_order(device):
     """Rows of gate and up carry their own index, so that a permutation of features or of [gate; up] shows."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = sixteen_on_cuda(device)
     f = 64
     x = torch.ones(2, 8, device=device, dtype=dtype)
     w = torch.zeros(2 * f, 8, device=device, dtype=dtype)
@@ -288,57 +179,8 @@ def test_constant_weights_cannot_hide_the_order(device):
     torch.testing.assert_close(out[0].double(), F.silu(gate) * up, rtol=1e-2 if device == "cuda" else 1e-6, atol=1e-6)
 
 
-def test_fp32_norm_weight(device):
-    x, w, w_down, _, r = mlp_inputs(24, 40, 48, torch.bfloat16, device)
-    g = (1 + torch.rand(40, device=device)).requires_grad_()
-    out = coda.fused_mlp_forward(x, w, w_down, norm_weight=g, residual=r)
-    assert not coda.backend_of_last_call().startswith("eager")
-    out.sum().backward()
-    exact_g = g.detach().double().requires_grad_()
-    exact = mlp(*(t.double() for t in (x, w, w_down)), exact_g, r.double())
-    exact.sum().backward()
-    assert g.grad.dtype == torch.float32
-    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=5e-2)
-    assert (g.grad.double() - exact_g.grad).norm() < 2e-2 * exact_g.grad.norm()
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
-def test_autocast(device, dtype):
-    inputs = leaf_copy(mlp_inputs(24, 40, 48, torch.float32, device))
-    with torch.autocast(device, dtype):
-        out = call(inputs)
-        without = call((*inputs[:4], None))
-        narrow = map_tensors(lambda t: t.detach().to(dtype), inputs[:4])
-        expected = mlp(*narrow) + inputs[4].detach()
-    assert without.dtype == dtype and out.dtype == torch.float32, "an fp32 residual stream stays fp32"
-    assert torch.equal(out, without + inputs[4])
-    torch.testing.assert_close(out.float(), expected.float(), rtol=5e-2, atol=5e-2)
-    out.float().sum().backward()
-    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in flat(inputs))
-
-
-@pytest.mark.parametrize("pair", [False, True])
-def test_opcheck(device, pair):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x, w, w_down, g, r = leaf_copy(mlp_inputs(8, 16, 24, dtype, device, pair=pair))
-    gate, up = w if pair else (w, None)
-    ops = torch.ops.coda
-    torch.library.opcheck(ops.fused_mlp.default, (x, gate, up, w_down, g, r, 1e-6, True))
-    torch.library.opcheck(ops.fused_mlp.default, (x, gate, up, w_down, None, None, 1e-6, True))
-    with torch.no_grad():
-        _, h, rstd, z = ops.fused_mlp(x, gate, up, w_down, g, r, 1e-6, True)
-        plain = [t.detach() if t is not None else None for t in (x, h, rstd, z, gate, up, w_down, g)]
-    raw = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    dout = torch.randn_like(plain[0])
-    torch.library.opcheck(ops.fused_mlp_backward.default, (dout, *plain, [True, True, True, True]), test_utils=raw)
-    torch.library.opcheck(ops.fused_mlp_backward.default, (dout, *plain, [False, True, False, False]), test_utils=raw)
-    torch.library.opcheck(ops.rstd_swiglu.default, (plain[1], plain[2], plain[4], plain[5], True), test_utils=raw)
-    torch.library.opcheck(ops.rstd_swiglu.default, (plain[1], None, plain[4], plain[5], False), test_utils=raw)
-    torch.library.opcheck(ops.dswiglu.default, (dout, plain[6], plain[3], plain[2]), test_utils=raw)
-
-
 def test_compile_fullgraph(device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = sixteen_on_cuda(device)
     torch._dynamo.reset()
     compiled = torch.compile(lambda *t: call(t), fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (8, 12, 20):
@@ -350,19 +192,11 @@ def test_compile_fullgraph(device):
         assert all(torch.equal(s.grad, t.grad) for s, t in zip(flat(inputs), flat(again)))
 
 
-def test_second_derivative_is_an_error(device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float64
-    x, w, w_down, g, _ = leaf_copy(mlp_inputs(4, 8, 8, dtype, device))
-    (dx,) = torch.autograd.grad(coda.fused_mlp_forward(x, w, w_down, norm_weight=g).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        dx.sum().backward()
-
-
 GOOD = dict(x=(4, 8), w_gate_up=(12, 8), w_down=(8, 6), norm_weight=(8,), residual=(4, 8))
 
 
 @pytest.mark.parametrize(
-    "name, bad, error, words",
+    "name, bad, exception, words",
     [
         ("x", None, TypeError, "x is NoneType, expected a torch.Tensor"),
         ("x", torch.ones(4, 8, dtype=torch.int32), TypeError, "x has dtype Int, expected float32"),
@@ -383,15 +217,30 @@ GOOD = dict(x=(4, 8), w_gate_up=(12, 8), w_down=(8, 6), norm_weight=(8,), residu
         ("residual", torch.ones(4, 7), ValueError, "residual has shape [4, 7], expected [4, 8]"),
         ("residual", torch.ones(1, 8), ValueError, "residual has shape [1, 8], expected [4, 8]"),
         ("residual", torch.ones(4, 8, dtype=torch.float64), TypeError, "residual has dtype Double, expected Float"),
-        ("activation", "tanh", ValueError, "activation is 'tanh', expected 'silu'"),
+        ("activation", "tanh", ValueError, "activation is 'tanh', expected one of 'silu'"),
     ],
 )
-def test_bad_arguments(name, bad, error, words):
+def test_bad_arguments(name, bad, exception, words):
     values = {k: torch.ones(s) for k, s in GOOD.items()} | {name: bad}
-    with pytest.raises(error) as e:
-        coda.fused_mlp_forward(values.pop("x"), values.pop("w_gate_up"), values.pop("w_down"), **values)
-    message = str(e.value)
-    assert words in message and "\n" not in message.strip(), message
+    raises(exception, words, coda.fused_mlp_forward, values.pop("x"), values.pop("w_gate_up"), values.pop("w_down"), **values)
+
+
+def test_statistics(device):
+    """A link of a chain uses those of its input, refuses those of another, and makes those of its output."""
+    x, w, w_down, g, _ = mlp_inputs(6, 16, 24, sixteen_on_cuda(device), device)
+    r, next_g = torch.randn_like(x), torch.rand_like(g)
+    x, stats = coda.linear_residual(x, torch.eye(16, device=device, dtype=x.dtype), r, next_norm_weight=g)
+    link = lambda x, g, eps=1e-6: mlp_residual(x, w, w_down, norm_weight=g, eps=eps, stats=stats, next_norm_weight=next_g, next_eps=1e-3)
+    out, of_out = link(x, g)
+    torch.testing.assert_close(out, coda.fused_mlp_forward(x, w, w_down, norm_weight=g, residual=x))
+    of_out.check(out, next_g, 1e-3)
+    assert error(of_out.rstd, (out.double().square().mean(-1) + 1e-3).rsqrt()) < 1e-6
+    assert error(of_out.h, out.double() * next_g.double()) < 2.0**-8
+    raises(ValueError, "stats were made for another tensor", link, x.clone(), g)
+    raises(ValueError, "stats were made with another norm weight", link, x, g.clone())
+    raises(ValueError, "stats were made with eps", link, x, g, 1e-5)
+    x.add_(1)
+    raises(ValueError, "stats are of an earlier state of x", link, x, g)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import coda
-from tests.reference import assert_no_worse
+from tests.ops.cases import sixteen_on_cuda
 
 
 def exact(x, g, eps=1e-6):
@@ -28,7 +28,7 @@ def test_statistics(device, dtype, m, d, weight, poisoned_memory):
 
 
 def test_eps_is_inside_the_root(device):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = sixteen_on_cuda(device)
     x = torch.full((2, 64), 2.0**-10, device=device, dtype=dtype)
     _, rstd = coda.rms_norm_stats(x, eps=2.0**-20)
     torch.testing.assert_close(rstd * x[:, 0].float(), torch.full((2,), math.sqrt(0.5), device=device))
@@ -63,30 +63,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda t: coda.rms_norm_stats(t, g.detach())[1], (x,))
 
 
-def test_opcheck(device):
-    x, g = torch.randn(4, 8, device=device, requires_grad=True), torch.rand(8, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.coda.rms_norm_stats.default, (x, g, 1e-6))
-    torch.library.opcheck(torch.ops.coda.rms_norm_stats.default, (x, None, 1e-6))
-
-
-@pytest.mark.parametrize("m, d", [(1, 8), (7, 13), (300, 264), (1000, 2048)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_norm_backward(device, m, d, dtype, poisoned_memory):
-    new = lambda *s: torch.randn(*s, device=device).to(dtype)
-    dn, x, g = new(m, d), new(m, d), new(d)
-    rstd, row_dot = torch.rand(m, device=device) + 0.5, torch.randn(m, device=device)
-    first = torch.ops.coda.norm_backward(dn, x, g, rstd, row_dot)
-    assert all(torch.equal(a, b) for a, b in zip(first, torch.ops.coda.norm_backward(dn, x, g, rstd, row_dot)))
-
-    def formula(dn, x, g, rstd, row_dot):
-        return g * dn - (rstd.square() * row_dot / d).unsqueeze(1) * x, (dn * x).sum(0)
-
-    double = formula(*(t.double() for t in (dn, x, g, rstd, row_dot)))
-    same = formula(*(t.to(dtype) for t in (dn, x, g, rstd, row_dot)))
-    for name, a, b, c in zip(("dx", "dweight"), first, same, double):
-        assert_no_worse(name, a, b, c, 1.1)
-
-
 @pytest.mark.gpu
 def test_more_than_2_31_elements():
     m, d = 524296, 4096
@@ -98,6 +74,3 @@ def test_more_than_2_31_elements():
     torch.testing.assert_close(h[-2:].double(), eh, rtol=1e-2, atol=1e-6)
     torch.testing.assert_close(rstd[-2:].double(), er, rtol=1e-6, atol=0)
     assert not h[:-2].any()
-    dx, dg = torch.ops.coda.norm_backward(x, x, g, rstd, torch.zeros(m, device="cuda"))
-    torch.testing.assert_close(dg.double(), x[-2:].double().square().sum(0), rtol=1e-2, atol=1e-6)
-    assert not dx[:-2].any() and dx[-2:].any()

@@ -1,0 +1,287 @@
+"""The differentiable functions as cases: each with its formula in plain torch and random arguments, for tests that ask the same of all."""
+import dataclasses
+import itertools
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+
+import coda
+from coda.ops.mlp import mlp_residual
+from tests.reference import assert_no_worse, mlp
+
+SIXTEEN = (torch.bfloat16, torch.float16)
+gelu_tanh = lambda t: F.gelu(t, approximate="tanh")
+ACTIVATIONS = {None: lambda t: t, "relu": F.relu, "relu2": lambda t: F.relu(t).square(), "silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
+GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
+GATED = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh}
+
+
+def sixteen_on_cuda(device, otherwise=torch.float32):
+    """The dtype to use where one is enough: kernels exist for 16 bits only."""
+    return torch.bfloat16 if device == "cuda" else otherwise
+
+
+def new(*shape, dtype, device, scale=1.0):
+    """Normal random numbers, the same on every device."""
+    return (torch.randn(*shape, dtype=torch.float64) * scale).to(dtype).to(device)
+
+
+def norm(x, weight, eps=1e-6):
+    return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+
+
+def tables(positions, half, x):
+    """cos and sin [positions, half] in float32, or beside a float64 x the same values in float64."""
+    angle = torch.arange(positions, device=x.device).unsqueeze(1) * 0.7 ** torch.arange(1, half + 1, device=x.device)
+    return [t.to(torch.promote_types(x.dtype, torch.float32)) for t in (angle.float().cos(), angle.float().sin())]
+
+
+def rotate(t, cos, sin, interleaved=False):
+    """t [..., T, heads, head_dim] turned by cos, sin [..., T, rotary_dim / 2], in the dtype of the tables."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turning, rest = t.tensor_split((2 * cos.shape[-1],), -1)
+    turning = turning.to(cos.dtype)
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    pair = a * cos - b * sin, a * sin + b * cos
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((turned.to(t.dtype), rest), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    function: Callable  # of named tensors
+    reference: Callable  # the same formula in plain torch
+    shapes: Callable  # (tokens, width, output width) -> the shape of each tensor
+    kink: bool = False  # at 0: the bias keeps away from it, where rounding would decide between two derivatives
+
+    def tensors(self, m, d, n, dtype, device):
+        """Random arguments of sensible magnitudes."""
+
+        def value(name, shape):
+            scale = shape[-1] ** -0.5 if name.startswith("w") and min(shape) > 0 else 1
+            t = new(*shape, dtype=dtype, device=device, scale=0.2 if "norm" in name else scale)
+            return 1 + t if "norm" in name else 4 * t.sign() + t / 8 if name == "bias" and self.kink else t
+
+        return {name: value(name, shape) for name, shape in self.shapes(m, d, n).items()}
+
+
+def _linear(activation=None):
+    def reference(x, weight, bias=None, residual=None):
+        y = ACTIVATIONS[activation](F.linear(x, weight, bias))
+        return y if residual is None else residual + y
+
+    shapes = lambda m, d, n: dict(x=(m, d), weight=(n, d), bias=(n,), residual=(m, n))
+    function = lambda x, weight, bias=None, residual=None: coda.linear(x, weight, bias, residual=residual, activation=activation)
+    return Case(function, reference, shapes, activation == "relu")
+
+
+def _linear_residual():
+    def function(a, weight, residual, bias=None):
+        return coda.linear_residual(a, weight, residual, bias=bias, next_norm_weight=torch.ones_like(weight[:, 0]))[0]
+
+    shapes = lambda m, d, n: dict(a=(m, d), weight=(n, d), residual=(m, n), bias=(n,))
+    return Case(function, lambda a, weight, residual, bias=None: residual + F.linear(a, weight, bias), shapes)
+
+
+def _norm_linear(activation=None):
+    def function(x, weight, norm_weight=None, bias=None):
+        return coda.norm_linear(x, norm_weight, weight, bias, activation=activation, eps=1e-5)
+
+    def reference(x, weight, norm_weight=None, bias=None):
+        return x, ACTIVATIONS[activation](F.linear(norm(x, norm_weight, 1e-5), weight, bias))
+
+    return Case(function, reference, lambda m, d, n: dict(x=(m, d), weight=(n, d), norm_weight=(d,), bias=(n,)), activation == "relu")
+
+
+def _norm_linear_gated(activation, pair):
+    def function(x, w, w_up=None, norm_weight=None):
+        return coda.norm_linear(x, norm_weight, (w, w_up) if pair else w, activation=activation)
+
+    def reference(x, w, w_up=None, norm_weight=None):
+        gate, up = F.linear(norm(x, norm_weight), torch.cat((w, w_up)) if pair else w).chunk(2, -1)
+        return x, GATED[activation](gate) * up
+
+    weights = lambda d, n: dict(w=(n, d), w_up=(n, d)) if pair else dict(w=(2 * n, d))
+    return Case(function, reference, lambda m, d, n: dict(x=(m, d), norm_weight=(d,)) | weights(d, n))
+
+
+def positions_of(kind, batch, length, device):
+    """(positions as given to the function, their [batch, length]); the tables have 3 * length + 1 rows."""
+    if kind is None:
+        return None, torch.arange(length, device=device).expand(batch, length)
+    name, dtype = kind
+    rows = torch.arange(batch * length if name == "BT" else length, device=device) * 5 % (3 * length + 1)
+    rows = rows.view(batch, length) if name == "BT" else rows
+    return rows.to(dtype), rows.expand(batch, length)
+
+
+def _rope(head_dim, rotary_dim, interleaved=False, positions=None, heads=(1, 1)):
+    def parts(x):
+        cos, sin = tables(3 * x.shape[1] + 1, rotary_dim // 2, x)
+        return cos, sin, *positions_of(positions, *x.shape[:2], x.device)
+
+    def function(x, w_qkv, norm_weight=None, bias=None):
+        cos, sin, given, _ = parts(x)
+        options = dict(num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, positions=given, interleaved=interleaved)
+        return coda.norm_linear_rope(x, norm_weight, w_qkv, cos, sin, bias=bias, **options)
+
+    def reference(x, w_qkv, norm_weight=None, bias=None):
+        cos, sin, _, rows = parts(x)
+        qkv = F.linear(norm(x, norm_weight), w_qkv, bias).unflatten(-1, (-1, head_dim))
+        q, k, v = qkv.split((heads[0], heads[1], heads[1]), -2)
+        return x, rotate(q, cos[rows], sin[rows], interleaved), rotate(k, cos[rows], sin[rows], interleaved), v
+
+    columns = (heads[0] + 2 * heads[1]) * head_dim
+    batch = lambda m: 2 if m % 2 == 0 else 1
+    shapes = lambda m, d, n: dict(x=(batch(m), m // batch(m), d), w_qkv=(columns, d), norm_weight=(d,), bias=(columns,))
+    return Case(function, reference, shapes)
+
+
+def _mlp(activation="silu", residual="given", pair=False):
+    def function(x, w_gate_up, w_down, w_up=None, norm_weight=None, given=None):
+        added = x if residual == "x" else given
+        w = w_gate_up if w_up is None else (w_gate_up, w_up)
+        return coda.fused_mlp_forward(x, w, w_down, norm_weight=norm_weight, residual=added, activation=activation)
+
+    def reference(x, w_gate_up, w_down, w_up=None, norm_weight=None, given=None):
+        w = w_gate_up if w_up is None else torch.cat((w_gate_up, w_up))
+        gate, up = F.linear(x if norm_weight is None else norm(x, norm_weight), w).chunk(2, -1)
+        y = F.linear(GATES[activation](gate) * up, w_down)
+        added = x if residual == "x" else given
+        return y if added is None else added + y
+
+    def shapes(m, d, n):
+        weights = dict(w_gate_up=(n, d), w_up=(n, d)) if pair else dict(w_gate_up=(2 * n, d))
+        return dict(x=(m, d), norm_weight=(d,), w_down=(d, n)) | weights | (dict(given=(m, d)) if residual == "given" else {})
+
+    return Case(function, reference, shapes)
+
+
+# A chain of blocks as coda.nn builds it: every norm's statistics come from the epilogue before it.
+def _chain():
+    def function(a, w_out, residual, norm1, w1, bias, w2, norm2, w_gate_up, w_down, norm3, w_head):
+        x, stats = coda.linear_residual(a, w_out, residual, next_norm_weight=norm1, eps=1e-5)
+        x, y = coda.norm_linear(x, norm1, w1, bias, activation="gelu_tanh", eps=1e-5, stats=stats)
+        x, stats = coda.linear_residual(y, w2, x, next_norm_weight=norm2)
+        x, stats = mlp_residual(x, w_gate_up, w_down, norm_weight=norm2, eps=1e-6, stats=stats, next_norm_weight=norm3, next_eps=1e-4)
+        return coda.norm_linear(x, norm3, w_head, eps=1e-4, stats=stats)
+
+    def reference(a, w_out, residual, norm1, w1, bias, w2, norm2, w_gate_up, w_down, norm3, w_head):
+        x = residual + F.linear(a, w_out)
+        x = x + F.linear(gelu_tanh(F.linear(norm(x, norm1, 1e-5), w1, bias)), w2)
+        x = mlp(x, w_gate_up, w_down, norm2, x)
+        return x, F.linear(norm(x, norm3, 1e-4), w_head)
+
+    def shapes(m, d, n):
+        block = dict(norm1=(d,), w1=(n, d), bias=(n,), w2=(d, n), norm2=(d,), w_gate_up=(2 * n, d), w_down=(d, n))
+        return dict(a=(m, n), w_out=(d, n), residual=(m, d)) | block | dict(norm3=(d,), w_head=(n, d))
+
+    return Case(function, reference, shapes)
+
+
+CASES = {
+    "linear": _linear(),
+    **{f"linear-{a}": _linear(a) for a in ACTIVATIONS if a},
+    "linear_residual": _linear_residual(),
+    **{f"norm_linear-{a}": _norm_linear(a) for a in ACTIVATIONS},
+    **{f"norm_linear-{a}{'-pair' * pair}": _norm_linear_gated(a, pair) for a in GATED for pair in (False, True)},
+    "rope": _rope(4, 4, heads=(2, 1)),
+    "rope-interleaved": _rope(8, 8, True, ("T", torch.int64)),
+    "rope-partial": _rope(4, 2, positions=("BT", torch.int32), heads=(2, 1)),
+    "rope-partial-interleaved": _rope(8, 4, True, ("BT", torch.int64)),
+    "rope-not-divisible": _rope(5, 4, positions=("T", torch.int32)),
+    "rope-not-divisible-interleaved": _rope(6, 4, True),
+    **{f"rope-{r}": _rope(r, r, heads=(4, 2)) for r in (32, 64, 128)},  # the widths that have a kernel
+    **{f"mlp-{a}": _mlp(a) for a in GATES},
+    "mlp-residual-is-x": _mlp(residual="x"),
+    "mlp-pair": _mlp("gelu", residual="x", pair=True),
+    "chain": _chain(),
+}
+# One of each kind, for what does not depend on the formula.
+KINDS = [
+    "linear",
+    "linear-gelu",
+    "linear_residual",
+    "norm_linear-None",
+    "norm_linear-gelu",
+    "norm_linear-swiglu-pair",
+    "rope",
+    "rope-partial-interleaved",
+    "mlp-silu",
+    "mlp-residual-is-x",
+    "chain",
+]
+
+
+def as_tuple(outputs):
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+def leaves(tensors, dtype=None, wanted=None):
+    """Copies, of which `wanted` (None: all) require grad."""
+    return {k: t.detach().to(dtype or t.dtype, copy=True).requires_grad_(wanted is None or k in wanted) for k, t in tensors.items()}
+
+
+def results(function, tensors, gradients=None):
+    """(outputs, incoming gradients, gradient of each tensor that requires one) of function(**tensors)."""
+    outputs = as_tuple(function(**tensors))
+    if gradients is None:
+        generator = torch.Generator().manual_seed(0)
+        gradients = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in outputs]
+    wanted = {k: t for k, t in tensors.items() if t.requires_grad}
+    found = torch.autograd.grad(outputs, list(wanted.values()), [g.to(o.dtype) for g, o in zip(gradients, outputs)])
+    return [o.detach() for o in outputs], gradients, dict(zip(wanted, found))
+
+
+def compare(case, tensors, factor=1.0):
+    """Outputs and gradients against float64, the formula in the same dtype being the yardstick. Nothing given may change. Returns the back ends of
+    the last forward and the last backward operator."""
+    ours = leaves(tensors)
+    outputs = as_tuple(case.function(**ours))
+    forward = coda.backend_of_last_call()
+    gradients = [new(*o.shape, dtype=o.dtype, device=o.device) for o in outputs]
+    kept = [t.detach().clone() for t in (*ours.values(), *gradients)]
+    found = torch.autograd.grad(outputs, list(ours.values()), gradients)
+    backward = coda.backend_of_last_call()
+    assert all(torch.equal(a.detach(), b) for a, b in zip((*ours.values(), *gradients), kept)), "an argument was changed in place"
+    eager, exact = (results(case.reference, leaves(tensors, dtype), gradients) for dtype in (None, torch.float64))
+    for i, o in enumerate(outputs):
+        assert_no_worse(f"output {i}", o, eager[0][i], exact[0][i], factor)
+    for name, g in zip(ours, found):
+        assert g.dtype == tensors[name].dtype
+        assert_no_worse(f"gradient of {name}", g, eager[2][name], exact[2][name], factor)
+    return forward, backward
+
+
+def subsets(names):
+    """All of up to five names; of more only none, each one, all but one, and all."""
+    names = list(names)
+    sizes = range(len(names) + 1) if len(names) <= 5 else (0, 1, len(names) - 1, len(names))
+    return [s for size in sizes for s in itertools.combinations(names, size)]
+
+
+def views(t):
+    """The same values in other memory: (what, view)."""
+    wide = t.new_zeros(*t.shape[:-1], 3 * t.shape[-1] + 8)
+    wide[..., 8 : 8 + t.shape[-1]] = t
+    yield "columns of a wider tensor", wide[..., 8 : 8 + t.shape[-1]]
+    odd = t.new_zeros(t.numel() + 1)
+    odd[1:] = t.reshape(-1)
+    yield "odd storage offset", odd[1:].view(t.shape)
+    yield "every second column", torch.stack((t, t), -1).flatten(-2)[..., ::2]
+    short = t.new_zeros(*t.shape[:-1], t.shape[-1] + 1)
+    short[..., :-1] = t
+    yield "odd row stride", short[..., :-1]
+    if t.dim() > 1:
+        yield "transposed", t.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def raises(error, words, function, *args, **kwargs):
+    """function(*args, **kwargs) raises `error` with one line that holds `words`."""
+    try:
+        function(*args, **kwargs)
+    except error as e:
+        assert words in str(e) and "\n" not in str(e).strip(), f"the message is {e}, expected {words!r} in it"
+    else:
+        raise AssertionError(f"nothing was raised, expected {error.__name__} with {words!r}")

@@ -1,0 +1,63 @@
+"""torch.library.opcheck of every operator: the schema, the fake kernel, the autograd registration, and tracing."""
+import pytest
+import torch
+
+from tests.ops.cases import new, sixteen_on_cuda
+
+ops = torch.ops.coda
+M, D, F, N, HEAD = 6, 16, 24, 32, 8
+
+
+def calls(dtype, device):
+    """operator -> argument lists."""
+    t = lambda *shape: new(*shape, dtype=dtype, device=device)
+    statistics = lambda: torch.rand(M, device=device) + 0.5
+    x, g, w, bias, res, rstd = t(M, D), t(D), t(N, D), t(N), t(M, N), statistics()
+    angle = torch.rand(10, HEAD // 2, device=device)
+    tables, positions = (angle.cos(), angle.sin()), torch.arange(M, device=device)
+    heads = [t(2, M // 2, h, HEAD) for h in (2, 1, 1)]
+    gate_up, down, z, dy = t(2 * F, D), t(D, F), t(M, 2 * F), t(M, D)
+    pair = gate_up[:F].clone(), gate_up[F:].clone()
+    rope = (*tables, positions, 1, HEAD, 3 * HEAD, False)
+    by_row = (*tables, None, M // 2, HEAD, 3 * HEAD, True)
+    return {
+        "rms_norm_stats": [(x, g, 1e-6), (x, None, 1e-6)],
+        "gemm": [(x, w.t(), bias, res, 1.5, 0.5), (x, w.t())],
+        "gemm_accumulate_": [(torch.randn(M, N, device=device), x, w.t())],
+        "linear": [(x, w, bias, res), (x, w, None, None)],
+        "linear_residual": [(x, w, bias, res, t(N), 1e-6), (x, w, None, res, None, 1e-6)],
+        "rstd_act": [(x, rstd, w, bias, "gelu", True), (x, None, w, None, "identity", True), (x, rstd, w, None, "relu", False)],
+        "rstd_glu": [(x, rstd, gate_up, None, "silu", True), (x, None, *pair, "gelu", False)],
+        "rstd_rope": [(x, rstd, w, bias, *rope), (x, None, w, None, *by_row)],
+        "dglu": [(dy, down, z, rstd, "silu", D, True), (t(M, F), None, z, None, "gelu_tanh", D, False)],
+        "dact": [(dy, down, t(M, F), rstd, t(F), "gelu", D, True), (t(M, F), None, t(M, F), None, None, "relu", D, False)],
+        "rope_backward": [(*heads, res, rstd, bias, *rope, D), (*heads, res, None, None, *by_row, D)],
+        "norm_backward": [(z, gate_up, None, x, g, rstd, dy, True, True), (z, *pair, x, None, rstd, None, False, False)],
+        "fused_mlp": [
+            (x, None, None, gate_up, None, down, g, dy, False, None, "silu", 1e-6, 1e-6, False, True),
+            (x, x * g, rstd, *pair, down, g, None, True, t(D), "gelu", 1e-6, 1e-6, True, True),
+            (x, None, None, gate_up, None, down, None, None, False, None, "silu", 1e-6, 1e-6, False, False),
+        ],
+    }
+
+
+NAMES = sorted(calls(torch.float32, "cpu"))
+DIFFERENTIABLE = ("rms_norm_stats", "linear", "linear_residual", "fused_mlp")
+
+
+def test_every_operator_is_here():
+    found = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("coda::")}
+    assert found == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(device, name):
+    op = getattr(ops, name).default
+    for arguments in calls(sixteen_on_cuda(device), device)[name]:
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+        if name == "gemm_accumulate_":
+            continue
+        saves = name != "fused_mlp" or arguments[-1]
+        leaves = [a.detach().clone().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) and saves else a for a in arguments]
+        # The others are backward formulas and raw programs, for which autograd has an error only.
+        torch.library.opcheck(op, leaves, test_utils="ALL" if name in DIFFERENTIABLE else ("test_autograd_registration",))
