@@ -63,6 +63,15 @@ def write_if_changed(path: pathlib.Path, text: str) -> None:
         path.write_text(text)
 
 
+def cxx_library() -> list[str]:
+    """The C++ library that torch has loaded. A compiler that links its own copy statically, as some toolchains do, would make every exception
+    that passes through torch a crash: both must share one."""
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    return sorted({line.split()[-1] for line in maps.read_text().splitlines() if "/libstdc++.so" in line})[:1]
+
+
 class BuildExt(BuildExtension):
     def __init__(self, dist, **kwargs) -> None:
         ninja = settings.find_ninja(os.environ)
@@ -112,6 +121,7 @@ class BuildExt(BuildExtension):
         module.extra_compile_args += ["-O3", "-DNDEBUG", "-g0", "-fvisibility=hidden"]
         module.extra_compile_args.append("-fopenmp")  # without it, at::parallel_for is serial
         module.extra_link_args.append("-fopenmp")
+        module.extra_link_args += cxx_library()
         if not plan.cuda:
             return
         if plan.toolkit.cudart is None:

@@ -128,7 +128,10 @@ def norm_linear_rope(
     rope = rope_arguments(x, w, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
     heads = (num_heads, num_kv_heads)
     if needs_grad(x, norm_weight, w, bias):
-        passed, q, k, v = _NormRope.apply(rows, h, rstd, norm_weight, w, bias, rope, heads, tuple(x.shape[:2]))
+        # Dynamo loses the gradients of outputs that are views of one buffer (torch 2.11), so it gets the buffer.
+        split = not torch.compiler.is_compiling()
+        passed, *out = _NormRope.apply(rows, h, rstd, norm_weight, w, bias, rope, heads, tuple(x.shape[:2]), split)
+        q, k, v = out if split else split_heads(out[0], heads, head_dim, x.shape[:2])
     else:
         passed, qkv = rows, torch.ops.coda.rstd_rope(rows if h is None else h, rstd, w, bias, *rope)
         q, k, v = split_heads(qkv, heads, head_dim, x.shape[:2])
@@ -254,24 +257,25 @@ class _NormLinear(torch.autograd.Function):
 
 class _NormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, h, rstd, norm_weight, w, bias, rope, heads, shape):
+    def forward(ctx: Any, x, h, rstd, norm_weight, w, bias, rope, heads, shape, split):
         qkv = torch.ops.coda.rstd_rope(x if h is None else h, rstd, w, bias, *rope)
         cos, sin, positions, *ctx.numbers = rope
         ctx.save_for_backward(x, rstd, norm_weight, w, bias, qkv, cos, sin, positions)
-        ctx.heads, ctx.shape = heads, shape
+        ctx.heads, ctx.shape, ctx.split = heads, shape, split
         ctx.set_materialize_grads(False)
         passed = x.view_as(x)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(passed)
-        return passed, *split_heads(qkv, heads, rope[4], shape)
+        return passed, *(split_heads(qkv, heads, rope[4], shape) if split else (qkv,))
 
     @staticmethod
-    def backward(ctx: Any, incoming, dq, dk, dv):
+    def backward(ctx: Any, incoming, *gradients):
         x, rstd, norm_weight, w, bias, qkv, cos, sin, positions = ctx.saved_tensors
         need_x, _, _, need_norm, need_w, need_bias = ctx.needs_input_grad[:6]
-        if dq is None and dk is None and dv is None:
-            return incoming, *[None] * 8
+        if all(g is None for g in gradients):
+            return incoming, *[None] * 9
         head_dim = ctx.numbers[1]
+        dq, dk, dv = gradients if ctx.split else split_heads(gradients[0].contiguous(), ctx.heads, head_dim, ctx.shape)
         full = lambda t, n: qkv.new_zeros((*ctx.shape, n, head_dim)) if t is None else t
         dz, correction, dbias = torch.ops.coda.rope_backward(
             full(dq, ctx.heads[0]),
@@ -288,8 +292,8 @@ class _NormRope(torch.autograd.Function):
         )
         dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
         dbias = dbias if need_bias else None
-        dx, dnorm, dw, dbias = once("coda.norm_linear_rope", (dx, dnorm, dw, dbias), dq, dk, dv, incoming, x, norm_weight, w, bias)
-        return dx, None, None, dnorm, dw, dbias, None, None, None
+        dx, dnorm, dw, dbias = once("coda.norm_linear_rope", (dx, dnorm, dw, dbias), *gradients, incoming, x, norm_weight, w, bias)
+        return dx, None, None, dnorm, dw, dbias, None, None, None, None
 
 
 @fake("coda::rstd_act")

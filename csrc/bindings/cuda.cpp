@@ -380,7 +380,11 @@ ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at:
   at::Tensor const bias = get(bias_) ? get(bias_)->contiguous() : at::Tensor();
   std::vector<at::Tensor> alive;
   ActivationGradient result{at::empty({y.size(0), y.size(1)}, y.options()), {}, at::empty({y.size(0)}, y.options().dtype(at::kFloat)), {}};
-  if (y.numel() == 0) return result.correction.zero_(), result;
+  if (y.numel() == 0) {
+    result.correction.zero_();
+    if (bias.defined()) result.dbias = at::zeros_like(bias);
+    return result;
+  }
   reduce::Rope r = rope_arguments(y, rope, alive);
   at::Tensor const* gradients[] = {&dq, &dk, &dv};
   for (int i = 0; i < 3; ++i) {
