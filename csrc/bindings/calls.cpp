@@ -47,7 +47,7 @@ double number(ActivationKind kind) { return double(int(kind)); }
 at::Tensor gemm(GemmCall const& call) {
   if (use_eager(call.a)) return eager::gemm(call);
   bool const has_source = get(call.source), has_bias = get(call.bias);
-  // Nothing in the epilogue: the library, which measured about as fast in every layout (bench/results/programs.json) and takes any operand.
+  // Nothing in the epilogue: the library, which measured about as fast in every layout (bench/results/plain.json) and takes any operand.
   // A residual it would copy into the output first, a pass that our epilogue does not need.
   if (!call.a.is_cpu() && forced_kernel("plain").empty() && !has_bias && !has_source && call.alpha == 1) {
     note("sm90", "library");
