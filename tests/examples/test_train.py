@@ -130,8 +130,9 @@ def test_the_reference_is_plain_torch(script, text, tmp_path, monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("the reference called coda")
 
-    monkeypatch.setattr(coda, "fused_mlp_forward", refuse)
-    monkeypatch.setattr(coda, "linear", refuse)
+    for name in ("fused_mlp_forward", "linear", "linear_residual", "norm_linear", "norm_linear_rope"):
+        monkeypatch.setattr(coda, name, refuse)
+    monkeypatch.setattr(coda.nn.backends, "mlp_residual", refuse)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     learner.step(tokens, tokens, 1e-3)
     with pytest.raises(AssertionError, match="called coda"):
