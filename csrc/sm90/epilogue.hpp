@@ -276,14 +276,12 @@ struct Epilogue {
   static constexpr bool kDelayStore = detail::find_first<TileLoad>(Loads{}) < 0;
   using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<Config::kStagesLoad, Config::kStagesStore, kFragment, /*ReuseSmemC=*/false, kDelayStore>;
   using StrideD = typename Tile::StrideD;
-  using Load = detail::collective::AuxLoadDescriptor<Context, StrideRow, Element>;
   using Store = detail::collective::AuxStoreDescriptor<Context, StrideD, Element>;
   using SmemAtom = typename detail::TileAtom<Config, Element, typename Store::SmemLayoutAtom, Tile::kPaired>::type;
   using Collective = cutlass::epilogue::collective::CollectiveEpilogue<
-      Policy, typename Tile::Cta, typename Tile::Epilogue, /*ElementC=*/void, StrideD,
-      cute::conditional_t<(kMain >= 0), Element, void>, StrideD, Visitor, SM90_TMA_LOAD, SmemAtom,
-      cute::conditional_t<kColumns == 1, typename Load::CopyOpS2R, SM75_U32x4_LDSM_N>, SM90_TMA_STORE, SmemAtom,
-      typename Store::CopyOpR2S, Copy_Atom<SM90_U32x4_STSM_N, cutlass::half_t>, void>;
+      Policy, typename Tile::Cta, typename Tile::Epilogue, /*ElementC=*/void, StrideD, cute::conditional_t<(kMain >= 0), Element, void>, StrideD,
+      Visitor, SM90_TMA_LOAD, SmemAtom, SM75_U32x4_LDSM_N, SM90_TMA_STORE, SmemAtom, typename Store::CopyOpR2S,
+      Copy_Atom<SM90_U32x4_STSM_N, cutlass::half_t>, void>;
 
   static StrideD stride(Resource const& r) {
     if constexpr (Tile::kPaired) {
