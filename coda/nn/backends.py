@@ -71,22 +71,12 @@ _GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, appro
 def norm_mlp(backend, x, w_gate_up, w_down, *, norm_weight, eps, residual, activation, stats, next_norm):
     """(residual + (act(gate) * up) w_down^T, statistics for next_norm or None), [gate | up] = RMSNorm(x; norm_weight) w_gate_up^T."""
     if backend == "coda":
-        if residual is x and next_norm is not None:
-            return mlp_residual(
-                x,
-                w_gate_up,
-                w_down,
-                norm_weight=norm_weight,
-                eps=eps,
-                activation=activation,
-                stats=stats,
-                next_norm_weight=next_norm.weight,
-                next_eps=next_norm.eps,
-            )
-        if residual is x:
-            return mlp_residual(x, w_gate_up, w_down, norm_weight=norm_weight, eps=eps, activation=activation, stats=stats), None
-        out = coda.fused_mlp_forward(x, w_gate_up, w_down, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation)
-        return out, None
+        options = dict(norm_weight=norm_weight, eps=eps, activation=activation)
+        if residual is not x:
+            return coda.fused_mlp_forward(x, w_gate_up, w_down, residual=residual, **options), None
+        following = {} if next_norm is None else dict(next_norm_weight=next_norm.weight, next_eps=next_norm.eps)
+        out = mlp_residual(x, w_gate_up, w_down, stats=stats, **options, **following)
+        return out if following else (out, None)
     gate, up = F.linear(rms_norm(x, norm_weight, eps), w_gate_up).chunk(2, dim=-1)
     out = F.linear(_GATES[activation](gate) * up, w_down)
     return (out if residual is None else residual + out), None

@@ -1,7 +1,7 @@
 """What all operators share: argument handling, autocast, and the rule that second derivatives are an error."""
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NoReturn, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,31 @@ def check_matrix(name: str, w: Tensor, x: Tensor, x_name: str = "x") -> None:
         raise ValueError(f"{name} has shape {list(w.shape)}, expected {x.shape[-1]} columns as {x_name} has")
     if w.dtype != x.dtype:
         raise TypeError(f"{name} has dtype {w.dtype}, expected {x.dtype} as {x_name}")
+
+
+def split_pair(name: str, w: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """(w, None) for one tensor [gate; up], (gate, up) for a pair."""
+    if isinstance(w, Tensor):
+        return w, None
+    if not isinstance(w, (tuple, list)) or len(w) != 2:
+        raise TypeError(f"{name} is {type(w).__name__}, expected a tensor [2F, D] or a pair (gate, up) of tensors [F, D]")
+    gate, up = (check_tensor(f"{name}[{i}]", t) for i, t in enumerate(w))
+    return gate, up
+
+
+def named_pair(name: str, gate: Tensor, up: Tensor | None) -> dict[str, Tensor]:
+    """What `split_pair` gave, under the names that its caller knows."""
+    return {name: gate} if up is None else {f"{name}[0]": gate, f"{name}[1]": up}
+
+
+def check_weights(x_name: str, x: Tensor, **weights: Tensor | None) -> Tensor:
+    """x as rows, after checks of its dtype and of every weight (a bias is left to the operator)."""
+    check_floating(x_name, x)
+    rows = as_rows(x, x_name)
+    for name, w in weights.items():
+        if name != "bias" and w is not None:
+            check_matrix(name, w, x, x_name)
+    return rows
 
 
 def check_pair(name: str, gate: Tensor, up: Tensor | None) -> None:
@@ -119,13 +144,13 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _raise_second_derivative(public: str) -> NoReturn:
+    raise NotImplementedError(f"{public} has no second derivative: its backward cannot be differentiated (create_graph=True)")
+
+
 def no_second_derivative(op: str, public: str) -> None:
     """Differentiating `op`, a backward formula, raises; without this torch would go on with zeros."""
-
-    def raise_error(ctx: Any, *grads: Tensor) -> None:
-        raise NotImplementedError(f"{public} has no second derivative: its backward cannot be differentiated (create_graph=True)")
-
-    torch.library.register_autograd(op, raise_error)
+    torch.library.register_autograd(op, lambda ctx, *grads: _raise_second_derivative(public))
 
 
 class _SecondDerivative(torch.autograd.Function):
@@ -138,10 +163,11 @@ class _SecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{ctx.public} has no second derivative: its backward cannot be differentiated (create_graph=True)")
+        _raise_second_derivative(ctx.public)
 
 
 def once(public: str, gradients: tuple, *depends_on: Tensor | None) -> tuple:
+    """The gradients of an autograd function, which may be differentiated no further: `no_second_derivative` for what is no operator."""
     if not torch.is_grad_enabled():
         return gradients
     return tuple(None if g is None else _SecondDerivative.apply(public, g, *depends_on) for g in gradients)

@@ -14,9 +14,11 @@ from coda.ops._common import (
     check_optional_tensor,
     check_tensor,
     fake,
+    named_pair,
     needs_grad,
     no_second_derivative,
     once,
+    split_pair,
     split_residual,
     statistics_dtype,
     weight_gradient,
@@ -61,9 +63,7 @@ def fused_mlp_forward(
 
     The norm is deferred: rstd * ((x * norm_weight) W^T), with rstd applied to the accumulators (programs/glu.hpp in csrc).
     """
-    return _mlp(
-        x, w_gate_up, w_down, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation, stats=None, next_norm_weight=None, next_eps=eps
-    )
+    return _mlp(x, w_gate_up, w_down, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation)[0]
 
 
 def mlp_residual(
@@ -71,40 +71,17 @@ def mlp_residual(
     w_gate_up: Tensor | Sequence[Tensor],
     w_down: Tensor,
     *,
-    norm_weight: Tensor | None,
-    eps: float,
-    activation: str = "silu",
-    stats: NormStats | None = None,
     next_norm_weight: Tensor | None = None,
-    next_eps: float = 1e-6,
+    **options: Any,
 ) -> Any:
-    """x + fused_mlp_forward(x), as a link of a chain of blocks: takes the statistics of x if there are any (see `linear_residual`) and, with
-    next_norm_weight, returns (output, statistics of the output)."""
-    return _mlp(
-        x,
-        w_gate_up,
-        w_down,
-        norm_weight=norm_weight,
-        eps=eps,
-        residual=x,
-        activation=activation,
-        stats=stats,
-        next_norm_weight=next_norm_weight,
-        next_eps=next_eps,
-    )
+    """x + fused_mlp_forward(x, ...), as a link of a chain of blocks: takes the statistics of x as stats if there are any (see `linear_residual`) and,
+    with next_norm_weight (and next_eps), returns (output, statistics of the output)."""
+    out, following = _mlp(x, w_gate_up, w_down, residual=x, next_norm_weight=next_norm_weight, **options)
+    return out if next_norm_weight is None else (out, following)
 
 
-def split_pair(name: str, w: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """(w, None) for one tensor [gate; up], (gate, up) for a pair."""
-    if isinstance(w, Tensor):
-        return w, None
-    if not isinstance(w, (tuple, list)) or len(w) != 2:
-        raise TypeError(f"{name} is {type(w).__name__}, expected a tensor [2F, D] or a pair (gate, up) of tensors [F, D]")
-    gate, up = (check_tensor(f"{name}[{i}]", t) for i, t in enumerate(w))
-    return gate, up
-
-
-def _mlp(x, w_gate_up, w_down, *, norm_weight, eps, residual, activation, stats, next_norm_weight, next_eps):
+def _mlp(x, w_gate_up, w_down, *, norm_weight, eps, residual, activation="silu", stats=None, next_norm_weight=None, next_eps=1e-6):
+    """(the output, its statistics for next_norm_weight or None)"""
     check_tensor("x", x)
     w_gate_up, w_up = split_pair("w_gate_up", w_gate_up)
     check_tensor("w_down", w_down)
@@ -113,8 +90,7 @@ def _mlp(x, w_gate_up, w_down, *, norm_weight, eps, residual, activation, stats,
     check_optional_tensor("norm_weight", norm_weight)
     check_optional_tensor("residual", residual)
     check_activation(activation, GATES)
-    pair = {"w_gate_up": w_gate_up} if w_up is None else {"w_gate_up[0]": w_gate_up, "w_gate_up[1]": w_up}
-    check_devices(x, **pair, w_down=w_down, norm_weight=norm_weight, residual=residual)
+    check_devices(x, **named_pair("w_gate_up", w_gate_up, w_up), w_down=w_down, norm_weight=norm_weight, residual=residual)
     if stats is not None:
         stats.check(x, norm_weight, eps)
     given = x
@@ -148,7 +124,7 @@ def _mlp(x, w_gate_up, w_down, *, norm_weight, eps, residual, activation, stats,
     out = out.view(shape)
     out = out if after is None else out + after
     if next_norm_weight is None:
-        return out
+        return out, None
     if not next_inside:
         next_h, next_rstd = torch.ops.coda.rms_norm_stats(as_rows(out.detach()), next_norm_weight.detach(), next_eps)
     return out, NormStats.make(out, next_h.view(shape), next_rstd.view(shape[:-1]), next_norm_weight, next_eps)

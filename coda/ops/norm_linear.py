@@ -12,23 +12,22 @@ import torch
 from torch import Tensor
 
 from coda.ops._common import (
-    as_rows,
     cast_for_autocast,
     check_activation,
     check_devices,
-    check_floating,
-    check_matrix,
     check_optional_tensor,
     check_pair,
     check_tensor,
+    check_weights,
     fake,
+    named_pair,
     needs_grad,
     no_second_derivative,
     once,
+    split_pair,
     statistics_dtype,
 )
 from coda.ops.linear import ACTIVATIONS
-from coda.ops.mlp import split_pair
 from coda.ops.norm import NormStats, norm_gradient
 
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
@@ -70,8 +69,7 @@ def norm_linear(
     w, w_up = split_pair("weight", weight) if gated else (check_tensor("weight", weight), None)
     if gated and bias is not None:
         raise ValueError(f"bias is a tensor, expected None with activation {activation!r}")
-    named = {"weight": w} if w_up is None else {"weight[0]": w, "weight[1]": w_up}
-    given, x, (w, *up, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, **named, bias=bias)
+    given, x, (w, *up, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, **named_pair("weight", w, w_up), bias=bias)
     w_up = up[0] if up else None
     if gated:
         check_pair("weight", w, w_up)
@@ -186,11 +184,7 @@ def _prepare(x, norm_weight, eps, stats, **others):
         stats.check(x, norm_weight, eps)
     given = x
     x, *cast = cast_for_autocast(x, x, *others.values())
-    check_floating("x", x)
-    rows = as_rows(x)
-    for (name, given_as), t in zip(others.items(), cast):
-        if name != "bias" and given_as is not None:
-            check_matrix(name, t, x)
+    rows = check_weights("x", x, **dict(zip(others, cast)))
     if stats is not None and x is given:
         h, rstd = stats.rows
     else:

@@ -8,14 +8,15 @@ from coda.ops._common import (
     as_rows,
     check_activation,
     check_devices,
-    check_floating,
-    check_matrix,
     check_optional_tensor,
     check_pair,
     check_tensor,
+    check_weights,
+    named_pair,
     refuse_grad,
+    split_pair,
 )
-from coda.ops.mlp import GATES, split_pair
+from coda.ops.mlp import GATES
 from coda.ops.norm_linear import rope_arguments, split_heads
 
 
@@ -78,8 +79,7 @@ def rms_linear_swiglu(h: Tensor, rstd: Tensor, w_gate_up: Tensor | tuple[Tensor,
     """
     check_activation(activation, GATES)
     w, w_up = split_pair("w_gate_up", w_gate_up)
-    named = {"w_gate_up": w} if w_up is None else {"w_gate_up[0]": w, "w_gate_up[1]": w_up}
-    rows, rstd_rows = _deferred("coda.rms_linear_swiglu", h, rstd, **named)
+    rows, rstd_rows = _deferred("coda.rms_linear_swiglu", h, rstd, **named_pair("w_gate_up", w, w_up))
     check_pair("w_gate_up", w, w_up)
     out = torch.ops.coda.rstd_glu(rows, rstd_rows, w, w_up, activation, False)[0]
     return out.view(*h.shape[:-1], out.shape[1])
@@ -127,11 +127,7 @@ def _deferred(public: str, h: Tensor, rstd: Tensor, **others: Tensor | None) -> 
     check_devices(h, rstd=rstd, **others)
     instead = "coda.norm_linear_rope" if public.endswith("rope") else "coda.norm_linear"
     refuse_grad(public, instead, h=h, rstd=rstd, **others)
-    check_floating("h", h)
-    rows = as_rows(h, "h")
-    for name, t in others.items():
-        if name != "bias" and t is not None:
-            check_matrix(name, t, h, "h")
+    rows = check_weights("h", h, **others)
     if rstd.shape != h.shape[:-1]:
         raise ValueError(f"rstd has shape {list(rstd.shape)}, expected {list(h.shape[:-1])} (one value a row of h)")
     return rows, rstd.reshape(-1)

@@ -207,7 +207,7 @@ void run(Kinds const& kinds, Launch& call) {
     at::Tensor second = k8 == k && n8 == n ? call.b_second : padded(call.b_second, n8, k8);
     b = row_major(b), second = row_major(second);
     std::int64_t const bytes = static_cast<char const*>(second.data_ptr()) - static_cast<char const*>(b.data_ptr()), size = b.element_size();
-    bool const in_place = n8 != 1 && b.stride(0) == second.stride(0) && bytes > 0 && bytes % kBaseAlignment == 0 && bytes / size < kMaxPairStride;
+    bool const in_place = b.stride(0) == second.stride(0) && bytes > 0 && bytes % kBaseAlignment == 0 && bytes / size < kMaxPairStride;
     if (!in_place) {
       // The kernel reaches the second half by a positive stride from the first, so these two are laid behind each other.
       at::Tensor const both = at::cat({b, second}, 0);

@@ -27,13 +27,29 @@ struct Call {
 
 Tensor empty_like_missing(Tensor const& t, Tensor const& options) { return t.defined() ? t : at::empty({0}, options.options()); }
 
+void check_matrix(char const* name, Tensor const& w, char const* x_name, Tensor const& x, std::int64_t columns) {
+  check_like(name, w, x_name, x);
+  check_dim(name, w, 2, "out, in");
+  TORCH_CHECK_VALUE(w.size(1) == columns, name, " has shape ", shape_string(w), ", expected ", columns, " columns as ", x_name, " has");
+}
+
+void check_vector(char const* name, OptionalTensor const& t, char const* x_name, Tensor const& x, std::int64_t size, char const* meaning) {
+  if (!get(t)) return;
+  check_like(name, *get(t), x_name, x);
+  check_shape(name, *get(t), {size}, meaning);
+}
+
+void check_norm(OptionalTensor const& norm_weight, char const* name, Tensor const& x, char const* x_name, std::int64_t width,
+                char const* meaning = "the width of the norm") {
+  if (!get(norm_weight)) return;
+  check_norm_weight(name, *get(norm_weight), x_name, x);
+  check_shape(name, *get(norm_weight), {width}, meaning);
+}
+
 std::tuple<Tensor, Tensor> rms_norm_stats_op(Tensor const& x, OptionalTensor const& norm_weight, double eps) {
   check_floating("x", x);
   check_dim("x", x, 2, "tokens, width");
-  if (get(norm_weight)) {
-    check_norm_weight("norm_weight", *get(norm_weight), "x", x);
-    check_shape("norm_weight", *get(norm_weight), {x.size(1)}, "the width of x");
-  }
+  check_norm(norm_weight, "norm_weight", x, "x", x.size(1), "the width of x");
   Call call(x);
   auto [h, rstd] = row_stats(x, norm_weight, eps);
   return {empty_like_missing(h, x), rstd};
@@ -45,10 +61,7 @@ Tensor gemm_op(Tensor const& a, Tensor const& b, OptionalTensor const& bias, Opt
   check_like("b", b, "a", a);
   check_dim("b", b, 2, "K, N");
   TORCH_CHECK_VALUE(a.size(1) == b.size(0), "b has shape ", shape_string(b), ", expected ", a.size(1), " rows as a has columns");
-  if (get(bias)) {
-    check_like("bias", *get(bias), "a", a);
-    check_shape("bias", *get(bias), {b.size(1)}, "one value for each column of b");
-  }
+  check_vector("bias", bias, "a", a, b.size(1), "one value for each column of b");
   if (get(source)) {
     check_like("source", *get(source), "a", a);
     check_shape("source", *get(source), {a.size(0), b.size(1)}, "the shape of the product");
@@ -123,24 +136,6 @@ ActivationKind gate_kind(std::string const& name) {
   TORCH_CHECK_VALUE(kind == ActivationKind::kSilu || kind == ActivationKind::kGelu || kind == ActivationKind::kGeluTanh, "activation is '", name,
                     "', expected silu, gelu or gelu_tanh for a gated unit");
   return kind;
-}
-
-void check_matrix(char const* name, Tensor const& w, char const* x_name, Tensor const& x, std::int64_t columns) {
-  check_like(name, w, x_name, x);
-  check_dim(name, w, 2, "out, in");
-  TORCH_CHECK_VALUE(w.size(1) == columns, name, " has shape ", shape_string(w), ", expected ", columns, " columns as ", x_name, " has");
-}
-
-void check_vector(char const* name, OptionalTensor const& t, char const* x_name, Tensor const& x, std::int64_t size, char const* meaning) {
-  if (!get(t)) return;
-  check_like(name, *get(t), x_name, x);
-  check_shape(name, *get(t), {size}, meaning);
-}
-
-void check_norm(OptionalTensor const& norm_weight, char const* name, Tensor const& x, char const* x_name, std::int64_t width) {
-  if (!get(norm_weight)) return;
-  check_norm_weight(name, *get(norm_weight), x_name, x);
-  check_shape(name, *get(norm_weight), {width}, "the width of the norm");
 }
 
 OptionalTensor optional(Tensor const& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
@@ -324,10 +319,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fused_mlp_op(Tensor const& x,
   check_like("w_down", w_down, "x", x);
   check_dim("w_down", w_down, 2, "D, F");
   TORCH_CHECK_VALUE(w_down.size(1) == f, "w_down has shape ", shape_string(w_down), ", expected ", f, " columns, half the rows of w_gate_up");
-  if (get(norm_weight)) {
-    check_norm_weight("norm_weight", *get(norm_weight), "x", x);
-    check_shape("norm_weight", *get(norm_weight), {x.size(1)}, "the width of x");
-  }
+  check_norm(norm_weight, "norm_weight", x, "x", x.size(1), "the width of x");
   if (get(stats_h)) {
     check_like("stats_h", *get(stats_h), "x", x);
     check_shape("stats_h", *get(stats_h), x.sizes(), "the shape of x");
@@ -363,13 +355,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fused_mlp_op(Tensor const& x,
 Tensor linear_op(Tensor const& x, Tensor const& weight, OptionalTensor const& bias, OptionalTensor const& residual) {
   check_floating("x", x);
   check_dim("x", x, 2, "tokens, width");
-  check_like("weight", weight, "x", x);
-  check_dim("weight", weight, 2, "out, in");
-  TORCH_CHECK_VALUE(weight.size(1) == x.size(1), "weight has shape ", shape_string(weight), ", expected ", x.size(1), " columns as x has");
-  if (get(bias)) {
-    check_like("bias", *get(bias), "x", x);
-    check_shape("bias", *get(bias), {weight.size(0)}, "one value for each row of weight");
-  }
+  check_matrix("weight", weight, "x", x, x.size(1));
+  check_vector("bias", bias, "x", x, weight.size(0), "one value for each row of weight");
   if (get(residual)) {
     check_like("residual", *get(residual), "x", x);
     check_shape("residual", *get(residual), {x.size(0), weight.size(0)}, "the shape of the output");
