@@ -83,7 +83,8 @@ KernelInfo const {self.key} = sm90::describe<Gemm, {self.cpp}, TileConfig>(
 
 
 # The configurations, with the reason for each. All have a K tile of 64: 128 bytes, the widest swizzle that TMA and wgmma share. The ratios
-# are times over torch.mm's at M = 16384 and the shapes of the presets 1b and 8b of coda/bench.py; they repeat to about 2 %.
+# are times over torch.mm's at M = 16384 and the shapes of the presets 1b and 8b of coda/bench.py, from bench/results/programs.json and
+# tuning.json; they repeat to a few per cent.
 #
 # Pingpong hides the epilogue of one tile under the products of the next, so it pays where the epilogue is long. At these sizes the tensor cores
 # are busy 98 % of the time and the card's power limit sets the clock, so what saves energy saves time: fewer bytes from memory and the
@@ -106,7 +107,7 @@ COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, s
 # not it; three or four of stores; a subtile of 64 columns, which spills; 128x192 with one of 16.
 DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2)
 # Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width. 128x192 with a
-# subtile of 64 spills: 1.7 instead of 1.06 at 1b.
+# subtile of 64 spills: it takes 1.3 times as long at 1b.
 ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
 ROPE_64 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=64, stages_store=2, tag="r64")
 ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_store=2, tag="r128")
