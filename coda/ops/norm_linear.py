@@ -95,10 +95,14 @@ def norm_linear_rope(
     bias: Tensor | None = None,
     positions: Tensor | None = None,
     interleaved: bool = False,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    qk_norm_eps: float | None = None,
     eps: float = 1e-6,
     stats: NormStats | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x, q, k, v) with [q | k | v] = RMSNorm(x; norm_weight) w_qkv^T + b, q and k turned by their positions.
+    """(x, q, k, v) with [q | k | v] = RMSNorm(x; norm_weight) w_qkv^T + b, q and k turned by their positions, after an RMSNorm of each of their heads
+    if q_norm_weight and k_norm_weight are given (QK-norm).
 
     Args:
         x: [B, T, D]; float32, float64, bfloat16 or float16.
@@ -107,16 +111,17 @@ def norm_linear_rope(
         cos, sin: [P, rotary_dim / 2] in float32 or x's dtype, a row for each position; rotary_dim <= head_dim, the columns beyond it do not turn.
         positions: int64 or int32, [T] or [B, T], the row of the tables for each token, each in [0, P). None: 0 .. T-1.
         interleaved: pairs are columns (2c, 2c+1) of a head instead of (c, c + rotary_dim / 2).
+        q_norm_weight, k_norm_weight: [head_dim], both of x's dtype or both float32; both or neither. qk_norm_eps: of these norms; None: eps.
         eps, stats: as in `norm_linear`.
 
     Returns:
         x (see `norm_linear`); q [B, T, num_heads, head_dim], k and v [B, T, num_kv_heads, head_dim]: views of one buffer, in x's dtype.
-        Differentiable once in x, norm_weight, w_qkv and bias, not in cos and sin.
+        Differentiable once in x, norm_weight, w_qkv, bias and the weights of the QK-norm, not in cos and sin.
 
     Raises:
         As `norm_linear`. Positions outside the tables are not checked on a GPU: that would wait for the device.
 
-    (Su et al., RoFormer, arXiv:2104.09864; programs/rope.hpp in csrc.)
+    (Su et al., RoFormer, arXiv:2104.09864; Henry et al., Query-Key Normalization, arXiv:2010.04245; programs/rope.hpp in csrc.)
     """
     check_tensor("x", x)
     if x.dim() != 3:
@@ -124,16 +129,34 @@ def norm_linear_rope(
     check_tensor("w_qkv", w_qkv)
     given, x, (w, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, w_qkv=w_qkv, bias=bias)
     rope = rope_arguments(x, w, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
+    norms = check_head_norms(x, q_norm_weight, k_norm_weight)
+    norm_numbers = eps if qk_norm_eps is None else qk_norm_eps, num_heads * head_dim
     heads = (num_heads, num_kv_heads)
-    if needs_grad(x, norm_weight, w, bias):
+    if needs_grad(x, norm_weight, w, bias, *norms):
         # Dynamo loses the gradients of outputs that are views of one buffer (torch 2.11), so it gets the buffer.
         split = not torch.compiler.is_compiling()
-        passed, *out = _NormRope.apply(rows, h, rstd, norm_weight, w, bias, rope, heads, tuple(x.shape[:2]), split)
+        passed, *out = _NormRope.apply(rows, h, rstd, norm_weight, w, bias, *norms, norm_numbers, rope, heads, tuple(x.shape[:2]), split)
         q, k, v = out if split else split_heads(out[0], heads, head_dim, x.shape[:2])
     else:
-        passed, qkv = rows, torch.ops.coda.rstd_rope(rows if h is None else h, rstd, w, bias, *rope)
+        passed, qkv = rows, rope_forward(rows if h is None else h, rstd, w, bias, norms, norm_numbers, rope, False)[0]
         q, k, v = split_heads(qkv, heads, head_dim, x.shape[:2])
     return _passed(given, x, passed), q, k, v
+
+
+def check_head_norms(x: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    norms = {"q_norm_weight": check_optional_tensor("q_norm_weight", q_norm_weight), "k_norm_weight": check_optional_tensor("k_norm_weight", k_norm_weight)}
+    check_devices(x, **norms)
+    for name, t in norms.items():
+        if t is None and any(other is not None for other in norms.values()):
+            raise ValueError(f"{name} is None, expected a tensor [head_dim] as its companion is")
+    return q_norm_weight, k_norm_weight
+
+
+def rope_forward(h, rstd, w, bias, norms, norm_numbers, rope, save) -> tuple[Tensor, Tensor | None]:
+    """(the columns of q, k and v, those of q and k before their norm or None): without a norm the backward needs no such thing."""
+    if norms[0] is None:
+        return torch.ops.coda.rstd_rope(h, rstd, w, bias, *rope), None
+    return torch.ops.coda.rstd_qknorm_rope(h, rstd, w, bias, *norms, *norm_numbers, *rope, save)
 
 
 def rope_arguments(x, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved) -> tuple:
@@ -251,11 +274,11 @@ class _NormLinear(torch.autograd.Function):
 
 class _NormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, h, rstd, norm_weight, w, bias, rope, heads, shape, split):
-        qkv = torch.ops.coda.rstd_rope(x if h is None else h, rstd, w, bias, *rope)
+    def forward(ctx: Any, x, h, rstd, norm_weight, w, bias, q_norm, k_norm, norm_numbers, rope, heads, shape, split):
+        qkv, product = rope_forward(x if h is None else h, rstd, w, bias, (q_norm, k_norm), norm_numbers, rope, True)
         cos, sin, positions, *ctx.numbers = rope
-        ctx.save_for_backward(x, rstd, norm_weight, w, bias, qkv, cos, sin, positions)
-        ctx.heads, ctx.shape, ctx.split = heads, shape, split
+        ctx.save_for_backward(x, rstd, norm_weight, w, bias, q_norm, k_norm, product, qkv, cos, sin, positions)
+        ctx.norm_numbers, ctx.heads, ctx.shape, ctx.split = norm_numbers, heads, shape, split
         ctx.set_materialize_grads(False)
         passed = x.view_as(x)
         if not ctx.needs_input_grad[0]:
@@ -264,30 +287,27 @@ class _NormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, incoming, *gradients):
-        x, rstd, norm_weight, w, bias, qkv, cos, sin, positions = ctx.saved_tensors
-        need_x, _, _, need_norm, need_w, need_bias = ctx.needs_input_grad[:6]
+        x, rstd, norm_weight, w, bias, q_norm, k_norm, product, qkv, *tables = ctx.saved_tensors
+        need_x, _, _, need_norm, need_w, need_bias, need_q, need_k = ctx.needs_input_grad[:8]
         if all(g is None for g in gradients):
-            return incoming, *[None] * 9
+            return incoming, *[None] * 12
         head_dim = ctx.numbers[1]
-        dq, dk, dv = gradients if ctx.split else split_heads(gradients[0].contiguous(), ctx.heads, head_dim, ctx.shape)
-        full = lambda t, n: qkv.new_zeros((*ctx.shape, n, head_dim)) if t is None else t
-        dz, correction, dbias = torch.ops.coda.rope_backward(
-            full(dq, ctx.heads[0]),
-            full(dk, ctx.heads[1]),
-            full(dv, ctx.heads[1]),
-            qkv,
-            rstd,
-            bias,
-            cos,
-            sin,
-            positions,
-            *ctx.numbers,
-            x.shape[1],
-        )
+        given = gradients if ctx.split else split_heads(gradients[0].contiguous(), ctx.heads, head_dim, ctx.shape)
+        counts = ctx.heads[0], ctx.heads[1], ctx.heads[1]
+        heads = [qkv.new_zeros((*ctx.shape, n, head_dim)) if g is None else g for g, n in zip(given, counts)]
+        rope = *tables, *ctx.numbers, x.shape[1]
+        dq_norm = dk_norm = None
+        if q_norm is None:
+            dz, correction, dbias = torch.ops.coda.rope_backward(*heads, qkv, rstd, bias, *rope)
+        else:
+            dz, correction, dbias, dq_norm, dk_norm = torch.ops.coda.qknorm_rope_backward(
+                *heads, product, qkv, rstd, bias, q_norm, k_norm, *ctx.norm_numbers, *rope
+            )
         dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
-        dbias = dbias if need_bias else None
-        dx, dnorm, dw, dbias = once("coda.norm_linear_rope", (dx, dnorm, dw, dbias), *gradients, incoming, x, norm_weight, w, bias)
-        return dx, None, None, dnorm, dw, dbias, None, None, None, None
+        small = (t if wanted else None for t, wanted in ((dbias, need_bias), (dq_norm, need_q), (dk_norm, need_k)))
+        depends = *gradients, incoming, x, norm_weight, w, bias, q_norm, k_norm
+        dx, dnorm, dw, dbias, dq_norm, dk_norm = once("coda.norm_linear_rope", (dx, dnorm, dw, *small), *depends)
+        return dx, None, None, dnorm, dw, dbias, dq_norm, dk_norm, *[None] * 5
 
 
 @fake("coda::rstd_act")
@@ -321,5 +341,21 @@ def _(dq, dk, dv, y, rstd, bias, cos, sin, positions, period, head_dim, columns,
     )
 
 
-for _op in ("rstd_act", "dact", "rstd_rope", "rope_backward", "norm_backward"):
+@fake("coda::rstd_qknorm_rope")
+def _(h, rstd, weight, bias, q_norm, k_norm, norm_eps, query_columns, cos, sin, positions, period, head_dim, columns, interleaved, store_product):
+    return h.new_empty((h.shape[0], weight.shape[0])), h.new_empty((h.shape[0], columns) if store_product else (0,))
+
+
+@fake("coda::qknorm_rope_backward")
+def _(dq, dk, dv, product, y, rstd, bias, q_norm, k_norm, norm_eps, query_columns, cos, sin, positions, period, head_dim, columns, interleaved, width):
+    return (
+        y.new_empty((y.shape[0], y.shape[1])),
+        y.new_empty((y.shape[0],), dtype=statistics_dtype(y)),
+        y.new_empty((y.shape[1],) if bias is not None else (0,)),
+        q_norm.new_empty((head_dim,)),
+        k_norm.new_empty((head_dim,)),
+    )
+
+
+for _op in ("rstd_act", "dact", "rstd_rope", "rope_backward", "rstd_qknorm_rope", "qknorm_rope_backward", "norm_backward"):
     no_second_derivative(f"coda::{_op}", "coda.norm_linear")

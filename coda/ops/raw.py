@@ -17,7 +17,7 @@ from coda.ops._common import (
     split_pair,
 )
 from coda.ops.mlp import GATES
-from coda.ops.norm_linear import rope_arguments, split_heads
+from coda.ops.norm_linear import check_head_norms, rope_arguments, rope_forward, split_heads
 
 
 def linear_residual_rms_norm(
@@ -99,6 +99,9 @@ def rms_linear_rope(
     positions: Tensor | None = None,
     interleaved: bool = False,
     rotary_dim: int | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    qk_norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) with [q | k | v] = rstd (h w_qkv^T) + b, q and k turned by their positions.
 
@@ -117,7 +120,9 @@ def rms_linear_rope(
     rope = rope_arguments(h, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
     if rotary_dim is not None and rotary_dim != 2 * cos.shape[-1]:
         raise ValueError(f"rotary_dim is {rotary_dim!r}, expected {2 * cos.shape[-1]}, twice the width of cos")
-    qkv = torch.ops.coda.rstd_rope(rows, rstd_rows, w_qkv, bias, *rope)
+    norms = check_head_norms(h, q_norm_weight, k_norm_weight)
+    refuse_grad("coda.rms_linear_rope", "coda.norm_linear_rope", q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
+    qkv, _ = rope_forward(rows, rstd_rows, w_qkv, bias, norms, (qk_norm_eps, num_heads * head_dim), rope, False)
     return split_heads(qkv, (num_heads, num_kv_heads), head_dim, h.shape[:-1])
 
 

@@ -40,6 +40,14 @@ at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType
   return partials.to(at::kDouble).sum(at::IntArrayRef{0}).narrow(0, 0, n).to(dtype);
 }
 
+void set_rotation(Launch& launch, RopeArguments const& rope) {
+  launch.rotation.head_dim = rope.head_dim;
+  launch.rotation.rotary_dim = rope.rotary_dim();
+  launch.rotation.columns = rope.columns;
+  launch.rotation.period = rope.period;
+  if (get(rope.positions)) launch.positions = *get(rope.positions);
+}
+
 double number(ActivationKind kind) { return double(int(kind)); }
 
 }  // namespace
@@ -150,7 +158,7 @@ at::Tensor rstd_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor
   std::int64_t const turn = rope.rotary_dim();
   // The pairs of rotate-half are reached by a stride inside groups of `turn` columns, which must therefore tile a head.
   bool const in_epilogue = turn > 0 && (rope.interleaved ? rope.head_dim % 8 == 0 : rope.head_dim % turn == 0) &&
-                           (h.is_cpu() || cuda::has_rope_kernel(rope, h.scalar_type()));
+                           (h.is_cpu() || rope.interleaved || cuda::has_rope_kernel("rstd_rope", rope, h.scalar_type()));
   if (!in_epilogue) {
     at::Tensor const y = rstd_act(h, rstd, w, bias, ActivationKind::kIdentity, false).value;
     if (!h.is_cpu()) return cuda::rope_in_place(y, rope), y;
@@ -158,11 +166,7 @@ at::Tensor rstd_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor
   }
   at::Tensor const out = empty_rows(h, w.size(0));
   Launch launch{rope.interleaved ? "rstd_rope_adjacent" : "rstd_rope", h, w, {}, {rstd, bias, rope.cos, rope.sin}, {out}};
-  launch.rotation.head_dim = rope.head_dim;
-  launch.rotation.rotary_dim = turn;
-  launch.rotation.columns = rope.columns;
-  launch.rotation.period = rope.period;
-  if (get(rope.positions)) launch.positions = *get(rope.positions);
+  set_rotation(launch, rope);
   rope.interleaved ? run<RstdRope<Pairing::kAdjacent>>(launch) : run<RstdRope<Pairing::kHeadHalves>>(launch);
   return out;
 }
@@ -174,6 +178,35 @@ ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at:
     return eager::rope_backward(dq, dk, dv, y, rstd, bias, rope, width);
   }
   return cuda::rope_backward(dq, dk, dv, y, rstd, bias, rope, width);
+}
+
+RopeResult rstd_qknorm_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias, RopeArguments const& rope,
+                            QkNorm const& norm, bool store_product) {
+  if (use_eager(h)) return eager::rstd_qknorm_rope(h, rstd, w, bias, rope, norm, store_product);
+  // In the epilogue a head is a subtile, all of whose columns are in pairs.
+  bool const in_epilogue = !rope.interleaved && rope.head_dim == rope.rotary_dim() &&
+                           (h.is_cpu() || cuda::has_rope_kernel("rstd_qknorm_rope", rope, h.scalar_type()));
+  if (!in_epilogue) {
+    at::Tensor const z = rstd_act(h, rstd, w, bias, ActivationKind::kIdentity, false).value;
+    at::Tensor const y = h.is_cpu() ? eager::rstd_qknorm_rope(z, std::nullopt, {}, std::nullopt, rope, norm, false).value : cuda::qknorm_rope(z, rope, norm);
+    return {y, store_product ? z.narrow(1, 0, rope.columns) : at::Tensor()};
+  }
+  RopeResult result{empty_rows(h, w.size(0)), store_product ? empty_rows(h, rope.columns) : at::Tensor()};
+  Launch launch{"rstd_qknorm_rope", h, w, {}, {rstd, bias, {norm.q, norm.k}, norm.eps, rope.cos, rope.sin}, {result.value, result.product}};
+  set_rotation(launch, rope);
+  launch.rotation.query_columns = norm.query_columns;
+  run<RstdQkNormRope>(launch);
+  return result;
+}
+
+QkNormGradient qknorm_rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& product, at::Tensor const& y,
+                                    OptionalTensor const& rstd, OptionalTensor const& bias, RopeArguments const& rope, QkNorm const& norm,
+                                    std::int64_t width) {
+  if (y.is_cpu() || use_eager(y) || !cuda::can_norm_heads(rope)) {
+    if (y.is_cpu()) note("cpu", "");
+    return eager::qknorm_rope_backward(dq, dk, dv, product, y, rstd, bias, rope, norm, width);
+  }
+  return cuda::qknorm_rope_backward(dq, dk, dv, product, y, rstd, bias, rope, norm, width);
 }
 
 NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma, at::Tensor const& correction,

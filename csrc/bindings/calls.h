@@ -57,6 +57,23 @@ struct RopeArguments {
   std::int64_t rotary_dim() const { return 2 * cos.size(1); }
 };
 
+// The norms of the heads of queries (columns before query_columns) and keys, before they turn.
+struct QkNorm {
+  at::Tensor q, k;  // weights, [head_dim]
+  double eps = 0;
+  std::int64_t query_columns = 0;
+};
+
+struct RopeResult {
+  at::Tensor value;    // [M, N]
+  at::Tensor product;  // its columns of queries and keys before norm and rotation; undefined if not stored
+};
+
+struct QkNormGradient {
+  ActivationGradient product;
+  at::Tensor dq_norm, dk_norm;  // of the weights, in their dtypes
+};
+
 #define CODA_CALLS                                                                                                                         \
   at::Tensor gemm(GemmCall const& call);                                                                                                   \
   LinearResidualResult linear_residual(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,   \
@@ -78,6 +95,12 @@ struct RopeArguments {
   /* Gradient of it, from those of the heads of q, k and v ([B, T, heads, head_dim] of any strides) and its result y. Rotates back. */     \
   ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y,                  \
                                    OptionalTensor const& rstd, OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width); \
+  /* The two with QK-norm before the rotation. y: the result, of which the values are read. */                                            \
+  RopeResult rstd_qknorm_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias,            \
+                              RopeArguments const& rope, QkNorm const& norm, bool store_product);                                          \
+  QkNormGradient qknorm_rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& product,         \
+                                      at::Tensor const& y, OptionalTensor const& rstd, OptionalTensor const& bias,                         \
+                                      RopeArguments const& rope, QkNorm const& norm, std::int64_t width);                                  \
   /* Of dn = dz w: dx = incoming + gamma dn - correction x */                                                                              \
   NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma,                  \
                              at::Tensor const& correction, OptionalTensor const& incoming, bool want_h, bool want_dgamma);                 \
@@ -112,8 +135,14 @@ at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType
 ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y, OptionalTensor const& rstd,
                                  OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width);
 void rope_in_place(at::Tensor const& y, RopeArguments const& rope);
-// Whether a kernel rotates in its epilogue.
-bool has_rope_kernel(RopeArguments const& rope, at::ScalarType dtype);
+at::Tensor qknorm_rope(at::Tensor const& product, RopeArguments const& rope, QkNorm const& norm);
+QkNormGradient qknorm_rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& product, at::Tensor const& y,
+                                    OptionalTensor const& rstd, OptionalTensor const& bias, RopeArguments const& rope, QkNorm const& norm,
+                                    std::int64_t width);
+// Whether the backward of QK-norm has a kernel for heads of this size.
+bool can_norm_heads(RopeArguments const& rope);
+// Whether `program` has a kernel that rotates so in its epilogue.
+bool has_rope_kernel(char const* program, RopeArguments const& rope, at::ScalarType dtype);
 
 }  // namespace cuda
 

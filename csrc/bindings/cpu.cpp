@@ -41,6 +41,7 @@ void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at:
     r.data = t.data_ptr();
     r.ld = rows ? t.stride(0) : 0;
     r.fp32 = t.scalar_type() == at::kFloat && call.a.scalar_type() != at::kFloat;
+    if (in.second.defined()) r.second = keep(in.second.contiguous()).data_ptr();
   }
   for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
     at::Tensor& t = call.sinks[i];
@@ -49,6 +50,7 @@ void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at:
     if (kinds.sinks[i] == Kind::kColPartial) t = at::zeros({(g.m + host::kGroupRows - 1) / host::kGroupRows, g.n}, statistics);
     g.sinks[i].data = t.data_ptr();
     g.sinks[i].ld = t.stride(0);
+    if (kinds.sinks[i] == Kind::kTile && t.size(1) < g.n) g.sinks[i].columns = t.size(1);
   }
 }
 

@@ -43,7 +43,13 @@ ActivationGradient rope_backward(at::Tensor const&, at::Tensor const&, at::Tenso
   no_cuda();
 }
 void rope_in_place(at::Tensor const&, RopeArguments const&) { no_cuda(); }
-bool has_rope_kernel(RopeArguments const&, at::ScalarType) { no_cuda(); }
+at::Tensor qknorm_rope(at::Tensor const&, RopeArguments const&, QkNorm const&) { no_cuda(); }
+QkNormGradient qknorm_rope_backward(at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, OptionalTensor const&,
+                                    OptionalTensor const&, RopeArguments const&, QkNorm const&, std::int64_t) {
+  no_cuda();
+}
+bool can_norm_heads(RopeArguments const&) { no_cuda(); }
+bool has_rope_kernel(char const*, RopeArguments const&, at::ScalarType) { no_cuda(); }
 #else
 namespace {
 
@@ -240,6 +246,11 @@ void run(Kinds const& kinds, Launch& call) {
         r.fp32 = wide(t);
         r.pair_stride = n8;
         break;
+      case Kind::kHeadVector:
+        r.data = keep(t.contiguous()).data_ptr();
+        r.second = keep(call.loads[i].second.contiguous()).data_ptr();
+        r.fp32 = wide(t);
+        break;
       case Kind::kTable:
         // Two neighbouring fp32 values are read at once.
         if (t.stride(1) != 1 || t.stride(0) % 2 != 0 || reinterpret_cast<std::uintptr_t>(t.data_ptr()) % 8 != 0) t = t.clone(at::MemoryFormat::Contiguous);
@@ -263,6 +274,7 @@ void run(Kinds const& kinds, Launch& call) {
     }
     g.sinks[i] = Operand{keep(out), false}.resource();
     g.sinks[i].pair_stride = n8;
+    if (kinds.sinks[i] == Kind::kTile && t.size(1) < n) g.sinks[i].columns = t.size(1);
   }
 
   KernelInfo const& kernel = pick(call.program, layout.c_str(), call.a.scalar_type(), g);
@@ -282,11 +294,10 @@ void run(Kinds const& kinds, Launch& call) {
   for (auto const& [from, to] : copy_back) to.copy_(from);
 }
 
-bool has_rope_kernel(RopeArguments const& rope, at::ScalarType dtype) {
-  if (rope.interleaved) return true;
+bool has_rope_kernel(char const* program, RopeArguments const& rope, at::ScalarType dtype) {
   KernelTable const table = kernel_table();
   for (int i = 0; i < table.count; ++i)
-    if (!std::strcmp(table.kernels[i]->program, "rstd_rope") && table.kernels[i]->head_halves == rope.rotary_dim() &&
+    if (!std::strcmp(table.kernels[i]->program, program) && table.kernels[i]->head_halves == rope.rotary_dim() &&
         !std::strcmp(table.kernels[i]->dtype, dtype_name(dtype)))
       return true;
   return false;
@@ -356,7 +367,7 @@ reduce::Rope rope_arguments(at::Tensor const& y, RopeArguments const& rope, std:
   at::Tensor const cos = table(rope.cos), sin = table(rope.sin);
   reduce::Rope r{};
   r.dtype = reduce_type(y.scalar_type());
-  r.m = y.size(0), r.n = y.size(1);
+  r.m = y.size(0), r.n = y.size(1), r.sequence = 1;
   r.y = y.data_ptr(), r.y_ld = y.stride(0);
   r.cos = cos.data_ptr(), r.cos_ld = cos.stride(0), r.sin = sin.data_ptr(), r.sin_ld = sin.stride(0);
   r.wide_tables = wide(cos);
@@ -372,42 +383,101 @@ reduce::Rope rope_arguments(at::Tensor const& y, RopeArguments const& rope, std:
   return r;
 }
 
-}  // namespace
-
-ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y_, OptionalTensor const& rstd_,
-                                 OptionalTensor const& bias_, RopeArguments const& rope, std::int64_t width) {
-  at::Tensor const y = y_.stride(1) == 1 ? y_ : y_.contiguous(), rstd = get(rstd_) ? get(rstd_)->contiguous() : at::Tensor();
-  at::Tensor const bias = get(bias_) ? get(bias_)->contiguous() : at::Tensor();
-  std::vector<at::Tensor> alive;
-  ActivationGradient result{at::empty({y.size(0), y.size(1)}, y.options()), {}, at::empty({y.size(0)}, y.options().dtype(at::kFloat)), {}};
-  if (y.numel() == 0) {
-    result.correction.zero_();
-    if (bias.defined()) result.dbias = at::zeros_like(bias);
-    return result;
-  }
-  reduce::Rope r = rope_arguments(y, rope, alive);
+// Fills in what the backward of a rotation reads and writes; result.dbias becomes partial sums.
+void set_backward(reduce::Rope& r, at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, OptionalTensor const& rstd, OptionalTensor const& bias,
+                  std::int64_t width, ActivationGradient& result, std::vector<at::Tensor>& alive) {
+  auto const keep = [&](at::Tensor const& t) { return alive.push_back(t), t; };
   at::Tensor const* gradients[] = {&dq, &dk, &dv};
   for (int i = 0; i < 3; ++i) {
     at::Tensor const& t = *gradients[i];
-    alive.push_back(t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous());
-    at::Tensor const& c = alive.back();
+    at::Tensor const c = keep(t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous());
     r.gradients[i] = {c.data_ptr(), c.stride(0), c.stride(1), c.stride(2), t.size(2) * t.size(3)};
   }
   r.sequence = dq.size(1);
   r.out = result.dz.data_ptr(), r.out_ld = result.dz.stride(0);
-  r.rstd = rstd.defined() ? rstd.const_data_ptr<float>() : nullptr;
-  r.bias = bias.defined() ? bias.data_ptr() : nullptr;
-  r.wide_bias = bias.defined() && wide(bias);
+  r.rstd = get(rstd) ? keep(get(rstd)->contiguous()).const_data_ptr<float>() : nullptr;
+  r.bias = get(bias) ? keep(get(bias)->contiguous()).data_ptr() : nullptr;
+  r.wide_bias = get(bias) && wide(*get(bias));
+  if (get(bias)) {
+    result.dbias = at::empty({ceil_div(r.m, reduce::kBiasRows), r.n}, result.correction.options());
+    r.bias_partials = result.dbias.data_ptr<float>();
+  }
   r.width = float(width);
   r.correction = result.correction.data_ptr<float>();
+}
+
+ActivationGradient empty_gradient(at::Tensor const& y) {
+  return {at::empty({y.size(0), y.size(1)}, y.options()), {}, at::empty({y.size(0)}, y.options().dtype(at::kFloat)), {}};
+}
+
+void set_norm(reduce::Rope& r, at::Tensor const& product, RopeArguments const& rope, QkNorm const& norm, std::vector<at::Tensor>& alive) {
+  auto const keep = [&](at::Tensor const& t) { return alive.push_back(t), t; };
+  at::Tensor const z = keep(product.stride(1) == 1 ? product : product.contiguous());
+  r.product = z.data_ptr(), r.product_ld = z.stride(0);
+  r.gammas[0] = keep(norm.q.contiguous()).data_ptr(), r.gammas[1] = keep(norm.k.contiguous()).data_ptr();
+  r.wide_gammas = wide(norm.q);
+  r.eps = float(norm.eps);
+  r.rotation.columns = rope.columns;  // heads have their norm even if nothing turns
+  r.rotation.query_columns = norm.query_columns;
+}
+
+}  // namespace
+
+ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y_, OptionalTensor const& rstd,
+                                 OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width) {
+  at::Tensor const y = y_.stride(1) == 1 ? y_ : y_.contiguous();
+  std::vector<at::Tensor> alive;
+  ActivationGradient result = empty_gradient(y);
+  if (y.numel() == 0) {
+    result.correction.zero_();
+    if (get(bias)) result.dbias = at::zeros_like(*get(bias));
+    return result;
+  }
+  reduce::Rope r = rope_arguments(y, rope, alive);
+  set_backward(r, dq, dk, dv, rstd, bias, width, result, alive);
   check(reduce::rope_backward(r, current_stream()), "rope_backward");
   note("sm90", "rope_backward");
-  // dz is rstd times the gradient of the rotated product, whose column sums are the bias's gradient.
-  if (bias.defined()) {
-    at::Tensor const unscaled = rstd.defined() ? result.dz.to(at::kFloat).div_(rstd.unsqueeze(1)) : result.dz.to(at::kFloat);
-    result.dbias = unscaled.sum(at::IntArrayRef{0}).to(bias.scalar_type());
-    note("sm90", "bias_gradient");
+  if (get(bias)) result.dbias = sum_groups(result.dbias, r.n, get(bias)->scalar_type());
+  return result;
+}
+
+bool can_norm_heads(RopeArguments const& rope) { return rope.head_dim <= reduce::kMaxNormedHead; }
+
+at::Tensor qknorm_rope(at::Tensor const& product, RopeArguments const& rope, QkNorm const& norm) {
+  at::Tensor const out = at::empty({product.size(0), product.size(1)}, product.options());
+  if (out.numel() == 0) return out;
+  std::vector<at::Tensor> alive;
+  reduce::Rope r = rope_arguments(out, rope, alive);
+  set_norm(r, product, rope, norm, alive);
+  r.out = out.data_ptr(), r.out_ld = out.stride(0);
+  check(reduce::qk_norm_rope(r, current_stream()), "qk_norm_rope");
+  note("sm90", "qk_norm_rope");
+  return out;
+}
+
+QkNormGradient qknorm_rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& product, at::Tensor const& y_,
+                                    OptionalTensor const& rstd, OptionalTensor const& bias, RopeArguments const& rope, QkNorm const& norm,
+                                    std::int64_t width) {
+  at::Tensor const y = y_.stride(1) == 1 ? y_ : y_.contiguous();
+  std::vector<at::Tensor> alive;
+  QkNormGradient result{empty_gradient(y), {}, {}};
+  if (y.numel() == 0) {
+    result.product.correction.zero_();
+    if (get(bias)) result.product.dbias = at::zeros_like(*get(bias));
+    result.dq_norm = at::zeros_like(norm.q), result.dk_norm = at::zeros_like(norm.k);
+    return result;
   }
+  reduce::Rope r = rope_arguments(y, rope, alive);
+  set_backward(r, dq, dk, dv, rstd, bias, width, result.product, alive);
+  set_norm(r, product, rope, norm, alive);
+  at::Tensor const partials = at::empty({ceil_div(r.m, reduce::kBiasRows), 2 * rope.head_dim}, y.options().dtype(at::kFloat));
+  r.gamma_partials = partials.data_ptr<float>();
+  check(reduce::qk_norm_rope_backward(r, current_stream()), "qk_norm_rope_backward");
+  note("sm90", "qk_norm_rope_backward");
+  at::Tensor const both = sum_groups(partials, 2 * rope.head_dim, norm.q.scalar_type());
+  // No output of an operator may be a view of another.
+  result.dq_norm = both.narrow(0, 0, rope.head_dim), result.dk_norm = both.narrow(0, rope.head_dim, rope.head_dim).clone();
+  if (get(bias)) result.product.dbias = sum_groups(result.product.dbias, r.n, get(bias)->scalar_type());
   return result;
 }
 

@@ -52,6 +52,19 @@ at::Tensor turned(at::Tensor const& y, RopeArguments const& rope, double directi
   return out;
 }
 
+// [B, T, heads, head_dim] of q, k and v as [M, columns].
+at::Tensor rows_of_heads(at::Tensor const& q, at::Tensor const& k, at::Tensor const& v, at::ScalarType dtype) {
+  auto const rows = [&](at::Tensor const& t) { return t.to(dtype).reshape({t.size(0) * t.size(1), t.size(2) * t.size(3)}); };
+  return at::cat({rows(q), rows(k), rows(v)}, 1);
+}
+
+// dz: of the product with its bias, not yet scaled. row_dot: the sum of dz times the product without its bias.
+ActivationGradient gradient_of_product(at::Tensor const& dz, at::Tensor const& row_dot, at::Tensor const& y, OptionalTensor const& rstd,
+                                       OptionalTensor const& bias, std::int64_t width) {
+  return {scaled(dz, rstd).to(y.scalar_type()), {}, correction(row_dot, rstd, width),
+          get(bias) ? dz.sum(at::IntArrayRef{0}).to(get(bias)->scalar_type()) : at::Tensor()};
+}
+
 }  // namespace
 
 at::Tensor gemm(GemmCall const& call) {
@@ -111,14 +124,57 @@ at::Tensor rstd_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor
 
 ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y, OptionalTensor const& rstd,
                                  OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width) {
-  std::int64_t const m = y.size(0);
   auto const wide = statistics_type(y);
-  auto const rows = [&](at::Tensor const& t) { return t.to(wide).reshape({m, t.size(2) * t.size(3)}); };
-  at::Tensor const dy = at::cat({rows(dq), rows(dk), rows(dv)}, 1), dz = turned(dy, rope, -1);
+  at::Tensor const dy = rows_of_heads(dq, dk, dv, wide), dz = turned(dy, rope, -1);
   at::Tensor row_dot = (dy * y.to(wide)).sum(at::IntArrayRef{1});
   if (get(bias)) row_dot = row_dot - at::mv(dz, get(bias)->to(wide));
-  return {scaled(dz, rstd).to(y.scalar_type()), {}, correction(row_dot, rstd, width),
-          get(bias) ? dz.sum(at::IntArrayRef{0}).to(get(bias)->scalar_type()) : at::Tensor()};
+  return gradient_of_product(dz, row_dot, y, rstd, bias, width);
+}
+
+namespace {
+
+// The heads of queries and keys of z [M, >= columns], in the statistics dtype: n = head_rstd z, head_rstd, and the norm weight of each head.
+struct NormedHeads {
+  at::Tensor n, rstd, gamma;  // [M, heads, head_dim], [M, heads, 1], [heads, head_dim]
+};
+
+NormedHeads normed_heads(at::Tensor const& z, RopeArguments const& rope, QkNorm const& norm) {
+  std::int64_t const heads = rope.columns / rope.head_dim, queries = norm.query_columns / rope.head_dim;
+  at::Tensor const wide = z.narrow(1, 0, rope.columns).to(statistics_type(z)).reshape({z.size(0), heads, rope.head_dim});
+  at::Tensor const rstd = at::rsqrt(wide.square().mean(2, true) + norm.eps);
+  auto const expanded = [&](at::Tensor const& gamma, std::int64_t count) { return gamma.to(wide.scalar_type()).expand({count, rope.head_dim}); };
+  return {wide * rstd, rstd, at::cat({expanded(norm.q, queries), expanded(norm.k, heads - queries)}, 0)};
+}
+
+}  // namespace
+
+// Without w: norms and rotates h itself.
+RopeResult rstd_qknorm_rope(at::Tensor const& h, OptionalTensor const& rstd, at::Tensor const& w, OptionalTensor const& bias, RopeArguments const& rope,
+                            QkNorm const& norm, bool store_product) {
+  at::Tensor const z = w.defined() ? biased(scaled(product(h, w.t()), rstd), bias).to(h.scalar_type()) : h;
+  NormedHeads const heads = normed_heads(z, rope, norm);
+  at::Tensor const rest = z.narrow(1, rope.columns, z.size(1) - rope.columns).to(heads.n.scalar_type());
+  at::Tensor const y = at::cat({(heads.n * heads.gamma).reshape({z.size(0), rope.columns}), rest}, 1);
+  return {turned(y, rope, 1).to(z.scalar_type()), store_product ? z.narrow(1, 0, rope.columns) : at::Tensor()};
+}
+
+QkNormGradient qknorm_rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& z, at::Tensor const& y,
+                                    OptionalTensor const& rstd, OptionalTensor const& bias, RopeArguments const& rope, QkNorm const& norm,
+                                    std::int64_t width) {
+  auto const wide = statistics_type(y);
+  std::int64_t const m = y.size(0), queries = norm.query_columns / rope.head_dim, rest = y.size(1) - rope.columns;
+  NormedHeads const heads = normed_heads(z, rope, norm);
+  at::Tensor const dw = turned(rows_of_heads(dq, dk, dv, wide), rope, -1);
+  at::Tensor const dw_heads = dw.narrow(1, 0, rope.columns).reshape(heads.n.sizes()), dn = dw_heads * heads.gamma;
+  at::Tensor const dheads = heads.rstd * (dn - heads.n * (dn * heads.n).mean(2, true));
+  at::Tensor const dz = at::cat({dheads.reshape({m, rope.columns}), dw.narrow(1, rope.columns, rest)}, 1);
+  at::Tensor const stored = at::cat({z.narrow(1, 0, rope.columns), y.narrow(1, rope.columns, rest)}, 1).to(wide);
+  at::Tensor const dgamma = (dw_heads * heads.n).sum(at::IntArrayRef{0});
+  auto const total = [&](std::int64_t begin, std::int64_t end, at::Tensor const& gamma) {
+    return dgamma.narrow(0, begin, end - begin).sum(at::IntArrayRef{0}).to(gamma.scalar_type());
+  };
+  return {gradient_of_product(dz, (dz * (get(bias) ? stored - *get(bias) : stored)).sum(at::IntArrayRef{1}), y, rstd, bias, width),
+          total(0, queries, norm.q), total(queries, rope.columns / rope.head_dim, norm.k)};
 }
 
 NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma, at::Tensor const& correction,

@@ -15,10 +15,11 @@
 
 namespace coda::bindings {
 
-// A load: a tensor (undefined: absent), or the value of a Scalar.
+// A load: a tensor (undefined: absent), two tensors (a HeadVector), or the value of a Scalar.
 struct Input {
-  at::Tensor tensor;
+  at::Tensor tensor, second;
   double value = 0;
+  Input(at::Tensor first, at::Tensor other) : tensor(std::move(first)), second(std::move(other)) {}
   Input(at::Tensor t) : tensor(std::move(t)) {}
   Input(OptionalTensor const& t) : tensor(get(t) ? *t : at::Tensor()) {}
   Input(double v) : value(v) {}
@@ -36,7 +37,7 @@ struct Launch {
   at::Tensor positions = {};  // int32 or int64 [M], if rotation goes by positions
 };
 
-enum class Kind { kScalar, kRowVector, kColVector, kTable, kTile, kHalfTile, kRowPartial, kColPartial };
+enum class Kind { kScalar, kRowVector, kHeadVector, kColVector, kTable, kTile, kHalfTile, kRowPartial, kColPartial };
 
 struct Kinds {
   Pairing pairing;
@@ -49,6 +50,10 @@ constexpr Kind kind(Scalar) { return Kind::kScalar; }
 template <int kAbsent>
 constexpr Kind kind(RowVector<kAbsent>) {
   return Kind::kRowVector;
+}
+template <int kAbsent>
+constexpr Kind kind(HeadVector<kAbsent>) {
+  return Kind::kHeadVector;
 }
 template <int kAbsent>
 constexpr Kind kind(ColVector<kAbsent>) {

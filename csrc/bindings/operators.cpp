@@ -257,10 +257,8 @@ Tensor rstd_rope_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& w
   return rstd_rope(h, rstd, weight, bias, rope);
 }
 
-std::tuple<Tensor, Tensor, Tensor> rope_backward_op(Tensor const& dq, Tensor const& dk, Tensor const& dv, Tensor const& y, OptionalTensor const& rstd,
-                                                    OptionalTensor const& bias, Tensor const& cos, Tensor const& sin, OptionalTensor const& positions,
-                                                    std::int64_t period, std::int64_t head_dim, std::int64_t columns, bool interleaved,
-                                                    std::int64_t width) {
+// y, and the gradients of its heads.
+void check_heads(Tensor const& dq, Tensor const& dk, Tensor const& dv, Tensor const& y, std::int64_t head_dim) {
   check_floating("y", y);
   check_dim("y", y, 2, "tokens, heads of q, k and v");
   std::int64_t total = 0;
@@ -272,12 +270,62 @@ std::tuple<Tensor, Tensor, Tensor> rope_backward_op(Tensor const& dq, Tensor con
     total += t.size(2) * head_dim;
   }
   TORCH_CHECK_VALUE(total == y.size(1), "dq, dk and dv have ", total, " columns together, expected the ", y.size(1), " of y");
+}
+
+std::tuple<Tensor, Tensor, Tensor> rope_backward_op(Tensor const& dq, Tensor const& dk, Tensor const& dv, Tensor const& y, OptionalTensor const& rstd,
+                                                    OptionalTensor const& bias, Tensor const& cos, Tensor const& sin, OptionalTensor const& positions,
+                                                    std::int64_t period, std::int64_t head_dim, std::int64_t columns, bool interleaved,
+                                                    std::int64_t width) {
+  check_heads(dq, dk, dv, y, head_dim);
   check_rstd(rstd, y, "y");
   check_vector("bias", bias, "y", y, y.size(1), "one value a column");
   RopeArguments const rope = rope_arguments(y, y.size(1), cos, sin, positions, period, head_dim, columns, interleaved);
   Call call(y);
   ActivationGradient r = rope_backward(dq, dk, dv, y, rstd, bias, rope, width);
   return {r.dz, r.correction, empty_like_missing(r.dbias, get(bias) ? *get(bias) : y)};
+}
+
+QkNorm qk_norm(Tensor const& x, Tensor const& q_norm, Tensor const& k_norm, double eps, std::int64_t query_columns, std::int64_t head_dim,
+               std::int64_t columns) {
+  check_norm(q_norm, "q_norm_weight", x, "x", head_dim, "the width of a head");
+  check_norm(k_norm, "k_norm_weight", x, "x", head_dim, "the width of a head");
+  TORCH_CHECK_TYPE(q_norm.scalar_type() == k_norm.scalar_type(), "k_norm_weight has dtype ", k_norm.scalar_type(), ", expected ", q_norm.scalar_type(),
+                   " as q_norm_weight");
+  TORCH_CHECK_VALUE(query_columns >= 0 && query_columns <= columns && query_columns % head_dim == 0, "query_columns is ", query_columns,
+                    ", expected whole heads of the ", columns, " columns");
+  return {q_norm, k_norm, eps, query_columns};
+}
+
+std::tuple<Tensor, Tensor> rstd_qknorm_rope_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias,
+                                               Tensor const& q_norm_weight, Tensor const& k_norm_weight, double norm_eps, std::int64_t query_columns,
+                                               Tensor const& cos, Tensor const& sin, OptionalTensor const& positions, std::int64_t period,
+                                               std::int64_t head_dim, std::int64_t columns, bool interleaved, bool store_product) {
+  check_floating("h", h);
+  check_dim("h", h, 2, "tokens, width");
+  check_rstd(rstd, h, "h");
+  check_matrix("weight", weight, "h", h, h.size(1));
+  check_vector("bias", bias, "h", h, weight.size(0), "one value for each row of weight");
+  RopeArguments const rope = rope_arguments(h, weight.size(0), cos, sin, positions, period, head_dim, columns, interleaved);
+  QkNorm const norm = qk_norm(h, q_norm_weight, k_norm_weight, norm_eps, query_columns, head_dim, columns);
+  Call call(h);
+  RopeResult r = rstd_qknorm_rope(h, rstd, weight, bias, rope, norm, store_product);
+  return {r.value, empty_like_missing(r.product, h)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> qknorm_rope_backward_op(
+    Tensor const& dq, Tensor const& dk, Tensor const& dv, Tensor const& product, Tensor const& y, OptionalTensor const& rstd, OptionalTensor const& bias,
+    Tensor const& q_norm_weight, Tensor const& k_norm_weight, double norm_eps, std::int64_t query_columns, Tensor const& cos, Tensor const& sin,
+    OptionalTensor const& positions, std::int64_t period, std::int64_t head_dim, std::int64_t columns, bool interleaved, std::int64_t width) {
+  check_heads(dq, dk, dv, y, head_dim);
+  check_like("product", product, "y", y);
+  check_shape("product", product, {y.size(0), columns}, "the columns of queries and keys");
+  check_rstd(rstd, y, "y");
+  check_vector("bias", bias, "y", y, y.size(1), "one value a column");
+  RopeArguments const rope = rope_arguments(y, y.size(1), cos, sin, positions, period, head_dim, columns, interleaved);
+  QkNorm const norm = qk_norm(y, q_norm_weight, k_norm_weight, norm_eps, query_columns, head_dim, columns);
+  Call call(y);
+  QkNormGradient r = qknorm_rope_backward(dq, dk, dv, product, y, rstd, bias, rope, norm, width);
+  return {r.product.dz, r.product.correction, empty_like_missing(r.product.dbias, get(bias) ? *get(bias) : y), r.dq_norm, r.dk_norm};
 }
 
 std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor const& dz, Tensor const& weight, OptionalTensor const& w_up, Tensor const& x,
@@ -378,6 +426,8 @@ void implement(Library& m) {
   m.impl("dglu", &dglu_op);
   m.impl("dact", &dact_op);
   m.impl("rope_backward", &rope_backward_op);
+  m.impl("rstd_qknorm_rope", &rstd_qknorm_rope_op);
+  m.impl("qknorm_rope_backward", &qknorm_rope_backward_op);
   m.impl("norm_backward", &norm_backward_op);
   m.impl("fused_mlp", &fused_mlp_op);
 }
@@ -403,6 +453,14 @@ TORCH_LIBRARY(coda, m) {
   m.def(
       "rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor y, Tensor? rstd, Tensor? bias, Tensor cos, Tensor sin, Tensor? positions, SymInt period, "
       "int head_dim, int columns, bool interleaved, int width) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "rstd_qknorm_rope(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor q_norm_weight, Tensor k_norm_weight, float norm_eps, "
+      "int query_columns, Tensor cos, Tensor sin, Tensor? positions, SymInt period, int head_dim, int columns, bool interleaved, bool store_product) -> "
+      "(Tensor, Tensor)");
+  m.def(
+      "qknorm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor product, Tensor y, Tensor? rstd, Tensor? bias, Tensor q_norm_weight, "
+      "Tensor k_norm_weight, float norm_eps, int query_columns, Tensor cos, Tensor sin, Tensor? positions, SymInt period, int head_dim, int columns, "
+      "bool interleaved, int width) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "norm_backward(Tensor dz, Tensor weight, Tensor? w_up, Tensor x, Tensor? norm_weight, Tensor correction, Tensor? incoming, bool want_h, "
       "bool want_dnorm) -> (Tensor, Tensor, Tensor)");

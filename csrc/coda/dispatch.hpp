@@ -33,6 +33,7 @@ inline char const* why_not(KernelInfo const& kernel, GemmArguments const& g) {
   if (!tn && g.n % kAlignment != 0) return "N must be a multiple of 8";
   if (g.n % (kernel.halves * kAlignment) != 0) return kernel.halves == 2 ? "N/2 must be a multiple of 8" : "N must be a multiple of 8";
   if (kernel.head_halves != 0 && kernel.head_halves != g.rotation.rotary_dim) return "it was built for another rotary dimension";
+  if (kernel.whole_heads && kernel.head_halves != g.rotation.head_dim) return "it was built for another width of heads";
   if (kernel.halves == 2 && (g.b.pair_stride <= 0 || g.b.pair_stride % kAlignment != 0 || g.b.pair_stride >= kMaxPairStride))
     return "the second half of B must lie behind the first one by a multiple of 16 bytes, less than 2^40";
   return nullptr;

@@ -43,4 +43,13 @@ struct TableRow {
   static constexpr int slots = 1;
 };
 
+// Two vectors of one value for each column of a head, in the storage type or fp32: the first for the heads of queries, the second for those of
+// keys (QK-norm weights); kAbsent in all other heads. It must be present.
+template <int kAbsent_>
+struct HeadVector {
+  static constexpr int kAbsent = kAbsent_;
+  template <int kColumns>
+  static constexpr int slots = kColumns;
+};
+
 }  // namespace coda

@@ -11,24 +11,30 @@ namespace coda {
 //   table             data, ld (elements between rows), fp32
 //   row vector        data, fp32; pair_stride as above for a program over two halves
 //   column vector     data
+//   stored tile       also columns: how many the tensor has, if fewer than N; what lies beyond is not stored
 //   partials          data, ld (elements between the tiles' rows of partials)
 //   scalar            value
+//   head vectors      data, second; fp32
 struct Resource {
   void* data = nullptr;
   std::int64_t ld = 0;
   std::int64_t pair_stride = 0;
   double value = 0;
-  bool fp32 = false;  // row vectors and tables: fp32 beside 16-bit tensors, instead of the storage type
+  bool fp32 = false;  // row vectors, head vectors and tables: fp32 beside 16-bit tensors, instead of the storage type
+  void const* second = nullptr;
+  std::int64_t columns = 0;
 };
 
 constexpr int kMaxResources = 8;
 
 // Which columns of a product turn by which angle, for TableRow. A column n belongs to head n / head_dim; the first rotary_dim columns of a
-// head rotate, in heads that begin before column `columns` (so that queries and keys do, values do not).
+// head rotate, in heads that begin before column `columns` (so that queries and keys do, values do not). Those before `query_columns` are
+// queries, for HeadVector.
 struct Rotation {
   std::int64_t head_dim = 0;
   std::int64_t rotary_dim = 0;
   std::int64_t columns = 0;
+  std::int64_t query_columns = 0;
   void const* positions = nullptr;  // of each row, int32 or int64; null: row m has position m % period
   bool positions64 = false;
   std::int64_t period = 1;

@@ -26,6 +26,13 @@
 //   kHeadHalves  c and c + W/2 of each group of W columns: the two halves that rotate-half rotary embedding turns against each other
 //   kAdjacent    2c and 2c + 1: interleaved rotary embedding
 // layouts.hpp has the reason why none of them costs anything on a GPU.
+//
+// A program that needs the mean of something over the head of its pair (QK-norm) says how many of its first loads that takes,
+//     static constexpr int kHeadMeanLoads = ...;
+// has a function
+//     template <class Storage, class Real> CODA_HD static Real term(Real (&acc)[kColumns], in);    what a pair adds to the sum over its head
+// which may put into acc what apply is to find there, and an apply that takes a HeadMean<Real> before `out`. Heads are Rotation::head_dim columns
+// wide.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -37,6 +44,14 @@
 namespace coda {
 
 enum class Pairing { kNone, kHalves, kHeadHalves, kAdjacent };
+
+// The mean, over the columns of a head, of what the pairs of the head contributed. inside: the head is one of those that Rotation counts (those of
+// the queries and keys); for others the value means nothing.
+template <class Real>
+struct HeadMean {
+  Real value = 0;
+  bool inside = false;
+};
 
 template <class... Ts>
 struct List {
@@ -52,6 +67,15 @@ struct PairingOf {
 template <class Program>
 struct PairingOf<Program, 2> {
   static constexpr Pairing value = Program::kPairing;
+};
+
+template <class Program, class = void>
+struct HasHeadMean {
+  static constexpr bool value = false;
+};
+template <class Program>
+struct HasHeadMean<Program, decltype(void(Program::kHeadMeanLoads))> {
+  static constexpr bool value = true;
 };
 
 template <class Program, class Resources>
@@ -73,6 +97,9 @@ struct Slots<Program, List<Ts...>> {
 
 template <class Program>
 inline constexpr Pairing kPairingOf = detail::PairingOf<Program, Program::kColumns>::value;
+
+template <class Program>
+inline constexpr bool kHasHeadMean = detail::HasHeadMean<Program>::value;
 
 template <class Program>
 using InputSlots = detail::Slots<Program, typename Program::Loads>;

@@ -18,6 +18,7 @@ struct KernelInfo {
   int threads;        // a block
   int halves;         // 2 for a program over the two halves of N, else 1
   int head_halves;    // the rotary_dim it was built for, if it pairs the halves of heads, else 0
+  bool whole_heads;   // it takes the mean over a head, so heads must be head_halves wide
   int partial_rows;   // rows in a group of the ColPartial sink
   int alignment;      // leading strides must be multiples of this many elements, base pointers of 16 bytes
   double rate;        // relative speed of a full wave, for dispatch: see csrc/kernels.py

@@ -48,6 +48,12 @@ struct Reader {
     for (int c = 0; c < kColumns; ++c) in[c] = r.data ? value<Storage, Real>(r, p.n + c * p.distance) : Real(kAbsent);
   }
   template <int kAbsent>
+  CODA_HD static void read(HeadVector<kAbsent>, GemmArguments const& g, Resource r, Place const& p, Real* in) {
+    if (p.n >= g.rotation.query_columns) r.data = const_cast<void*>(r.second);
+    for (int c = 0; c < kColumns; ++c)
+      in[c] = p.n < g.rotation.columns ? value<Storage, Real>(r, (p.n + c * p.distance) % g.rotation.head_dim) : Real(kAbsent);
+  }
+  template <int kAbsent>
   CODA_HD static void read(ColVector<kAbsent>, GemmArguments const&, Resource const& r, Place const& p, Real* in) {
     in[0] = r.data ? static_cast<Real const*>(r.data)[p.m] : Real(kAbsent);
   }
@@ -72,7 +78,10 @@ template <class Storage, class Real, class Sum, int kColumns>
 struct Writer {
   CODA_HD static void write(TileStore, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
     if (r.data == nullptr) return;
-    for (int c = 0; c < kColumns; ++c) static_cast<Storage*>(r.data)[p.m * r.ld + p.n + c * p.distance] = static_cast<Storage>(out[c]);
+    for (int c = 0; c < kColumns; ++c) {
+      std::int64_t const n = p.n + c * p.distance;
+      if (r.columns == 0 || n < r.columns) static_cast<Storage*>(r.data)[p.m * r.ld + n] = static_cast<Storage>(out[c]);
+    }
   }
   CODA_HD static void write(HalfTileStore, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
     static_cast<Storage*>(r.data)[p.m * r.ld + p.pair] = static_cast<Storage>(out[0]);
@@ -97,12 +106,33 @@ CODA_HD void run_row(GemmArguments const& g, Acc const* acc, std::int64_t m, std
   constexpr int kColumns = Program::kColumns;
   using R = Reader<Storage, Real, kColumns>;
   using W = Writer<Storage, Real, Sum, kColumns>;
-  for (std::int64_t pair = begin; pair < g.n / kColumns; pair += step) {
+  Real a[kColumns], in[Values<Program>::kIn], out[Values<Program>::kOut];
+  auto const read = [&](std::int64_t pair) {
     Place const p = place<kPairingOf<Program>>(g, m, pair);
-    Real a[kColumns], in[Values<Program>::kIn], out[Values<Program>::kOut];
     for (int c = 0; c < kColumns; ++c) a[c] = Real(acc[p.n + c * p.distance]);
     (R::read(Loads{}, g, g.loads[kL], p, in + InputSlots<Program>::offset(int(kL))), ...);
-    Program::template apply<Storage>(a, in, out);
+    return p;
+  };
+  [[maybe_unused]] HeadMean<Real> head;
+  for (std::int64_t pair = begin; pair < g.n / kColumns; pair += step) {
+    if constexpr (kHasHeadMean<Program>) {  // whole heads follow each other, all of whose columns are in pairs, and step is 1
+      std::int64_t const pairs = g.rotation.head_dim / kColumns;
+      if (pair % pairs == 0) {
+        double sum = 0;
+        for (std::int64_t i = pair; i < pair + pairs; ++i) {
+          head.inside = read(i).n < g.rotation.columns;
+          sum += double(Program::template term<Storage>(a, in));
+        }
+        head.value = Real(sum / double(g.rotation.head_dim));
+      }
+    }
+    Place const p = read(pair);
+    if constexpr (kHasHeadMean<Program>) {
+      Program::template term<Storage>(a, in);  // for what it makes of the accumulators
+      Program::template apply<Storage>(a, in, head, out);
+    } else {
+      Program::template apply<Storage>(a, in, out);
+    }
     (W::write(Sinks{}, g, g.sinks[kS], p, out + OutputSlots<Program>::offset(int(kS)), sums[kS]), ...);
   }
 }

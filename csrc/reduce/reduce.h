@@ -68,13 +68,27 @@ struct Rope {
   float const* rstd;  // null: ones
   void const* bias;   // null: none
   bool wide_bias;
+  float* bias_partials;  // with a bias: [groups, n], the sums of the gradient of product over groups of kBiasRows rows
   float width;
   float* correction;
+  // For QK-norm, forward and backward (programs/rope.hpp). product: [m, >= rotation.columns], the columns before norm and rotation.
+  void const* product;
+  std::int64_t product_ld;
+  void const* gammas[2];  // [head_dim] of queries and of keys
+  bool wide_gammas;
+  float eps;
+  float* gamma_partials;  // backward: [groups, 2 head_dim], of groups of kBiasRows rows: what the weights' gradients are sums of
 };
 // out = rstd times dy rotated back;  correction = rstd^2 S / width with S = sum_n(dy y), without the bias's part of y.
 LaunchStatus rope_backward(Rope const& args, void* stream);
 // out = y rotated; out may be y.
 LaunchStatus rope_in_place(Rope const& args, void* stream);
+// out = product with the heads of queries and keys normed and rotated; out may not be product, which has all n columns here.
+LaunchStatus qk_norm_rope(Rope const& args, void* stream);
+// out = rstd times the gradient of product, from dy;  correction as for rope_backward.
+LaunchStatus qk_norm_rope_backward(Rope const& args, void* stream);
+constexpr std::int64_t kBiasRows = 16;
+constexpr std::int64_t kMaxNormedHead = 512;  // columns of a head, for the backward
 
 // Runs a program without a product: the accumulator is the tile g.a, in the storage type. Partials as on the CPU back end: one tile a row, one
 // group for every host::kGroupRows rows. For the programs that calls.cpp uses so.

@@ -8,10 +8,10 @@ struct alignas(sizeof(T) * kCount) Pack {
   T values[kCount];
 };
 
-// kCount neighbouring values, in one access of 16 bytes or element by element.
+// kCount neighbouring values, in one access of 8 or 16 bytes or element by element.
 template <class T, int kCount>
 __device__ void load_vector(T const* p, float (&out)[kCount]) {
-  if constexpr (kCount * sizeof(T) != 16) {
+  if constexpr (kCount * sizeof(T) != 16 && kCount * sizeof(T) != 8) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) out[i] = float(p[i]);
   } else {
@@ -23,7 +23,7 @@ __device__ void load_vector(T const* p, float (&out)[kCount]) {
 
 template <class T, int kCount>
 __device__ void store_vector(T* p, float const (&in)[kCount]) {
-  if constexpr (kCount * sizeof(T) != 16) {
+  if constexpr (kCount * sizeof(T) != 16 && kCount * sizeof(T) != 8) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) p[i] = T(in[i]);
   } else {

@@ -93,11 +93,17 @@ struct LoadNode<Context, TableRow<kAbsent>> {
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const& g) { return {r.data, r.ld, r.fp32, g.rotation}; }
 };
 
+template <class Context, int kAbsent>
+struct LoadNode<Context, HeadVector<kAbsent>> {
+  using Node = HeadVectorNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const& g) { return {r.data, r.second, r.fp32, g.rotation}; }
+};
+
 template <class Context>
 struct LoadNode<Context, TileLoad> {
   static_assert(Context::kPairing != Pairing::kHalves, "tile loads of a program over two halves have no node");
   using Node = TileLoadNode<typename Context::Config, typename Context::Element>;
-  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.ld}; }
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.ld, 0}; }
 };
 
 // --- sinks -----------------------------------------------------------------------------------------------------------------------
@@ -106,16 +112,16 @@ struct SinkNode;
 
 template <class Context>
 struct SinkNode<Context, TileStore> {
-  static_assert(Context::kPairing == Pairing::kNone, "a pairwise program stores one full-width tile at most");
+  static_assert(Context::kPairing != Pairing::kHalves, "a program over two halves stores one full-width tile at most");
   using Node = TileStoreNode<typename Context::Config, typename Context::Element, false>;
-  static typename Node::Arguments arguments(Resource const& r) { return {r.data, r.ld}; }
+  static typename Node::Arguments arguments(Resource const& r) { return {r.data, r.ld, r.columns}; }
 };
 
 template <class Context>
 struct SinkNode<Context, HalfTileStore> {
   static_assert(Context::kPairing == Pairing::kHalves, "half-width stores belong to programs over two halves");
   using Node = TileStoreNode<typename Context::Config, typename Context::Element, true>;
-  static typename Node::Arguments arguments(Resource const& r) { return {r.data, r.ld}; }
+  static typename Node::Arguments arguments(Resource const& r) { return {r.data, r.ld, 0}; }
 };
 
 template <class Context>
@@ -170,6 +176,7 @@ struct Epilogue {
   static constexpr int kColumns = Program::kColumns;
   static constexpr Pairing kPairing = kPairingOf<Program>;
   static constexpr int kMain = detail::find_first<TileStore>(Sinks{});    // the sink that is the collective's D, or -1
+  static constexpr int kHeads = detail::find_first<HeadVector<1>>(Loads{});  // what knows which heads count, for a HeadMean
   static constexpr int kInputs = InputSlots<Program>::count;
   static constexpr int kOutputs = OutputSlots<Program>::count;
   static_assert(Loads::size <= kMaxResources && Sinks::size <= kMaxResources);
@@ -210,46 +217,103 @@ struct Epilogue {
         static_assert(kColumns == 1 || kFragment % 8 == 0, "a fragment must hold whole pairs of atoms");
         static_assert(kPairing != Pairing::kHeadHalves || kFragment == Config::kEpilogueN / 2, "a fragment must cover its subtile");
         constexpr int kGroups = kFragment / kColumns;
-        Array<float, kFragment> loaded[Loads::size];
-        cute::for_each(LoadIndices{}, [&](auto i) CUTLASS_LAMBDA_FUNC_INLINE {
-          auto values = get<i>(callbacks_tuple).visit(acc, epi_v, epi_m, epi_n);
-          loaded[i] = cutlass::NumericArrayConverter<float, typename decltype(values)::Element, kFragment>{}(values);
-        });
-
-        Array<float, kGroups> results[kOutputs];
-        CUTLASS_PRAGMA_UNROLL
-        for (int group = 0; group < kGroups; ++group) {
-          int const index[2] = {fragment_index<kPairing, kFragment>(group, 0), fragment_index<kPairing, kFragment>(group, 1)};
-          float a[kColumns], in[kInputs == 0 ? 1 : kInputs], out[kOutputs];
-          CUTLASS_PRAGMA_UNROLL
-          for (int c = 0; c < kColumns; ++c) a[c] = acc[index[c]];
+        Array<float, kFragment> loaded[Loads::size], values;
+        // Loads kFirst ... kLast - 1; and one pair's accumulators and what was loaded for it.
+        auto const load = [&](auto first, auto last) CUTLASS_LAMBDA_FUNC_INLINE {
           cute::for_each(LoadIndices{}, [&](auto i) CUTLASS_LAMBDA_FUNC_INLINE {
-            constexpr int kWidth = detail::At<i, Loads>::type::template slots<kColumns>;
-            for (int c = 0; c < kWidth; ++c) in[InputSlots<Program>::offset(i) + c] = loaded[i][index[c]];
+            if constexpr (i >= first && i < last) {
+              auto const fragment = get<i>(callbacks_tuple).visit(acc, epi_v, epi_m, epi_n);
+              loaded[i] = cutlass::NumericArrayConverter<float, typename decltype(fragment)::Element, kFragment>{}(fragment);
+            }
           });
-          Program::template apply<Element>(a, in, out);
+        };
+        float a[kColumns], in[kInputs == 0 ? 1 : kInputs], out[kOutputs];
+        auto const gather = [&](int group, auto const& from, auto last) CUTLASS_LAMBDA_FUNC_INLINE {
+          CUTLASS_PRAGMA_UNROLL
+          for (int c = 0; c < kColumns; ++c) a[c] = from[fragment_index<kPairing, kFragment>(group, c)];
+          cute::for_each(LoadIndices{}, [&](auto i) CUTLASS_LAMBDA_FUNC_INLINE {
+            if constexpr (i < last) {
+              constexpr int kWidth = detail::At<i, Loads>::type::template slots<kColumns>;
+              for (int c = 0; c < kWidth; ++c) in[InputSlots<Program>::offset(i) + c] = loaded[i][fragment_index<kPairing, kFragment>(group, c)];
+            }
+          });
+        };
+        Array<float, kGroups> results[kOutputs];
+        auto const keep = [&](int group) CUTLASS_LAMBDA_FUNC_INLINE {
           CUTLASS_PRAGMA_UNROLL
           for (int s = 0; s < kOutputs; ++s) results[s][group] = out[s];
+        };
+        if constexpr (kHasHeadMean<Program>) {
+          // The subtile is a head, and the four threads of a quad hold its rows, two each. What term needs is loaded before, the rest after: registers are
+          // scarce.
+          static_assert(kPairing == Pairing::kHeadHalves, "a subtile must be a head");
+          constexpr Int<Program::kHeadMeanLoads> kFirst{};
+          load(_0{}, kFirst);
+          HeadMean<float> head[2];
+          CUTLASS_PRAGMA_UNROLL
+          for (int group = 0; group < kGroups; ++group) {
+            gather(group, acc, kFirst);
+            head[row_bit<kFragment>(group)].value += Program::template term<Element>(a, in);
+            CUTLASS_PRAGMA_UNROLL
+            for (int c = 0; c < kColumns; ++c) values[fragment_index<kPairing, kFragment>(group, c)] = a[c];
+          }
+          CUTLASS_PRAGMA_UNROLL
+          for (HeadMean<float>& h : head) {
+            h.value += __shfl_xor_sync(0xffffffffu, h.value, 1);
+            h.value += __shfl_xor_sync(0xffffffffu, h.value, 2);
+            h.value *= 1.0f / Config::kEpilogueN;
+            h.inside = get<kHeads>(callbacks_tuple).inside(epi_n);
+          }
+          load(kFirst, Int<Loads::size>{});
+          CUTLASS_PRAGMA_UNROLL
+          for (int group = 0; group < kGroups; ++group) {
+            gather(group, values, Int<Loads::size>{});
+            Program::template apply<Element>(a, in, head[row_bit<kFragment>(group)], out);
+            keep(group);
+          }
+        } else {
+          load(_0{}, Int<Loads::size>{});
+          CUTLASS_PRAGMA_UNROLL
+          for (int group = 0; group < kGroups; ++group) {
+            gather(group, acc, Int<Loads::size>{});
+            Program::template apply<Element>(a, in, out);
+            keep(group);
+          }
         }
 
         cute::for_each(cute::make_seq<SinkIndices::size()>{}, [&](auto position) CUTLASS_LAMBDA_FUNC_INLINE {
-          constexpr int kSink = decltype(detail_sink(position))::value;
+          constexpr int kSink = decltype(detail_sink(position))::value, kSlot = OutputSlots<Program>::offset(kSink);
           auto& node = get<Loads::size + position>(callbacks_tuple);
-          node.put(results[OutputSlots<Program>::offset(kSink)], epi_v, epi_m, epi_n);
+          if constexpr (kColumns == 2 && cute::is_same_v<typename detail::At<kSink, Sinks>::type, TileStore>) {
+            node.put(interleaved<kSlot, kFragment>(results), epi_v, epi_m, epi_n);
+          } else {
+            node.put(results[kSlot], epi_v, epi_m, epi_n);
+          }
         });
 
         Array<float, kFragment> main;
         if constexpr (kMain >= 0) {
-          constexpr int kSlot = OutputSlots<Program>::offset(kMain);
-          CUTLASS_PRAGMA_UNROLL
-          for (int group = 0; group < kGroups; ++group) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int c = 0; c < kColumns; ++c) main[fragment_index<kPairing, kFragment>(group, c)] = results[kSlot + c][group];
-          }
+          main = interleaved<OutputSlots<Program>::offset(kMain), kFragment>(results);
         } else {
           main.clear();
         }
         return cutlass::NumericArrayConverter<Element, float, kFragment>{}(main);
+      }
+
+      // The values of all columns, in fragment order, from those of first and of second members of pairs.
+      template <int kSlot, int kFragment, int kGroups>
+      CUTLASS_DEVICE static Array<float, kFragment> interleaved(Array<float, kGroups> const (&results)[kOutputs]) {
+        Array<float, kFragment> all;
+        CUTLASS_PRAGMA_UNROLL
+        for (int group = 0; group < kGroups; ++group) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int c = 0; c < kColumns; ++c) all[fragment_index<kPairing, kFragment>(group, c)] = results[kSlot + c][group];
+        }
+        return all;
+      }
+      template <int kFragment>
+      CUTLASS_DEVICE static constexpr int row_bit(int group) {
+        return (fragment_index<kPairing, kFragment>(group, 0) / 2) % 2;
       }
 
       template <class Position>

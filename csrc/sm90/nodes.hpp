@@ -165,6 +165,63 @@ struct RowVectorNode : PlainNode<VectorArguments> {
   }
 };
 
+struct HeadVectorArguments {
+  void const* first = nullptr;
+  void const* second = nullptr;
+  bool wide = false;  // fp32, else the storage type
+  Rotation rotation;
+};
+
+// Two vectors of one value for each column of a head; the subtile is a head. Both go to shared memory, as fp32, once a tile.
+template <class Config, Pairing kPairing, class Element, int kAbsent>
+struct HeadVectorNode : PlainNode<HeadVectorArguments> {
+  static_assert(kPairing == Pairing::kHeadHalves, "a subtile must be a head");
+  using Geometry = TileGeometry<Config, kPairing>;
+  static constexpr int kHead = Config::kEpilogueN;
+  struct SharedStorage {
+    alignas(16) float values[2 * kHead];
+  };
+  CUTLASS_HOST_DEVICE HeadVectorNode() {}
+  CUTLASS_HOST_DEVICE HeadVectorNode(HeadVectorArguments const& p, SharedStorage const& storage) : params(&p), smem(const_cast<float*>(storage.values)) {}
+  HeadVectorArguments const* params = nullptr;
+  float* smem = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    HeadVectorArguments const* params;
+    float* smem;
+    CUTLASS_DEVICE Callbacks(Geometry const& g, HeadVectorArguments const* p, float* s) : geometry(g), params(p), smem(s) {}
+    CUTLASS_DEVICE void begin() {
+      for (int p = geometry.thread; p < 2 * kHead; p += Geometry::kThreads) {
+        void const* data = p < kHead ? params->first : params->second;
+        smem[p] = params->wide ? static_cast<float const*>(data)[p % kHead] : float(static_cast<Element const*>(data)[p % kHead]);
+      }
+    }
+    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
+    CUTLASS_DEVICE int begin_of(int epi_n) const { return geometry.column + epi_n * Config::kEpilogueN; }
+    CUTLASS_DEVICE bool inside(int epi_n) const { return begin_of(epi_n) < params->rotation.columns; }
+    template <class Acc, int kFragment>
+    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
+      Array<float, kFragment> result;
+      if (!inside(epi_n)) {
+        result.fill(float(kAbsent));
+        return result;
+      }
+      float const* values = smem + (begin_of(epi_n) < params->rotation.query_columns ? 0 : kHead);
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kFragment; v += 4) {  // both rows of an atom see the same two columns
+        float2 const two = *reinterpret_cast<float2 const*>(values + fragment_column(geometry.thread, v));
+        result[v] = result[v + 2] = two.x, result[v + 1] = result[v + 3] = two.y;
+      }
+      return result;
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params, smem);
+  }
+};
+
 // M values (fp32) broadcast over columns: a thread has two rows of each subtile.
 template <class Config, Pairing kPairing, int kAbsent>
 struct ColVectorNode : PlainNode<VectorArguments> {
@@ -297,6 +354,7 @@ struct TableNode : PlainNode<TableArguments> {
 struct TileArguments {
   void* data = nullptr;
   int64_t ld = 0;
+  int64_t columns = 0;  // of the tensor, if fewer than N
 };
 
 // What tile loads and stores share: the shapes of a tile of the full width of the accumulator, or of half of it. The epilogue of a kHalves
@@ -324,7 +382,7 @@ struct TileShapes {
   template <class CopyOp, class ProblemShape>
   static Tma<CopyOp> make_tma(ProblemShape const& problem_shape, TileArguments const& args) {
     auto const [M, N, K, L] = problem_shape;
-    int const columns = int(cute::size(N)) / (kHalf ? 2 : 1);
+    int const columns = args.columns > 0 ? int(args.columns) : int(cute::size(N)) / (kHalf ? 2 : 1);
     // A tensor that is not there still needs a valid descriptor: nothing reads or writes through it.
     if (args.data == nullptr) return Tma<CopyOp>{};
     auto gmem = make_tensor(make_gmem_ptr(static_cast<Element*>(args.data)), make_layout(make_shape(M, columns, L), StrideMNL{args.ld, _1{}, 0}));

@@ -24,8 +24,8 @@ class Problem:
 
     def __init__(self, key, program, layout, dtype, m, n, k, device):
         self.m, self.n, self.k, self.dtype, self.device, self.program = m, n, k, dtype, device, program
-        self.turn = int(key.rsplit("_r", 1)[1]) if program == "rstd_rope" else 64
-        if program.startswith("rstd_rope"):
+        self.turn = int(key.rsplit("_r", 1)[1]) if program in ("rstd_rope", "rstd_qknorm_rope") else 64
+        if program.endswith(("_rope", "_rope_adjacent")):
             parts = max(n // self.turn, 1) | m % 2  # an odd number ends inside a tile
             self.n = n = parts * self.turn
             self.wide_head = next(f for f in (2, 3, 1) if parts % f == 0) * self.turn
@@ -157,6 +157,39 @@ def rstd_rope(p):
         yield call, lambda out: [exact]
 
 
+def rstd_qknorm_rope(p):
+    rows, head_dim, heads = 500, p.turn, p.n // p.turn
+    angle = torch.rand(rows, head_dim // 2, device=p.device) * 6
+    tables = angle.cos(), angle.sin()
+    narrow = [t.to(p.dtype) for t in tables]
+    bias, positions = p.new(p.n), torch.randint(0, rows, (p.m,), device=p.device)
+    norms = [1 + p.new(head_dim) / 4, 1 - p.new(head_dim) / 4]
+    queries = (heads + 1) // 2
+    for given, (cos, sin), b, still, store, gammas in (
+        (positions, tables, bias, 1, True, norms),
+        (None, narrow, None, 0, True, [g.float() + 2.0**-13 for g in norms]),
+        (positions.int(), tables, None, heads // 4, False, norms),
+    ):
+        still = min(still, heads - queries)
+        columns = (heads - still) * head_dim
+        at = torch.arange(p.m, device=p.device) % 300 if given is None else positions
+        product = p.scaled + (0 if b is None else b.double())
+
+        def values(out):
+            # The norm is of what is stored, or would be.
+            z = (out[1] if store and still == 0 else product.to(p.dtype)).double().view(p.m, -1, head_dim)
+            gamma = torch.stack([gammas[0 if h < queries else 1] for h in range(heads - still)]).double()
+            turning = z[:, : heads - still]
+            normed = turning * (turning.square().mean(-1, keepdim=True) + EPS).rsqrt() * gamma
+            turned = rotate(normed, cos[at].double(), sin[at].double())
+            exact = torch.cat((turned, product.view(z.shape)[:, heads - still :]), 1).view(p.m, p.n)
+            return [exact, product[:, :columns]][: 1 + store]
+
+        rope = cos, sin, given, 300, head_dim, columns, False
+        call = lambda: ops.rstd_qknorm_rope(p.a, p.rstd, p.b.t(), b, *gammas, EPS, queries * head_dim, *rope, store)[: 1 + store]
+        yield call, values
+
+
 PROGRAMS = {
     "plain": plain,
     "plain_residual": plain,
@@ -167,6 +200,7 @@ PROGRAMS = {
     "norm_backward": norm_backward,
     "rstd_rope": rstd_rope,
     "rstd_rope_adjacent": rstd_rope,
+    "rstd_qknorm_rope": rstd_qknorm_rope,
     **{f"rstd_{unit}{suffix}": rstd_glu for unit in ("swiglu", "geglu") for suffix in ("", "_preactivation")},
     **{f"d{unit}": dglu for unit in ("swiglu", "geglu")},
 }

@@ -116,25 +116,35 @@ def positions_of(kind, batch, length, device):
     return rows.to(dtype), rows.expand(batch, length)
 
 
-def _rope(head_dim, rotary_dim, interleaved=False, positions=None, heads=(1, 1)):
+def head_norm(t, weight, eps):
+    """RMSNorm of each head of t [..., heads, head_dim], in t's dtype."""
+    return F.rms_norm(t, t.shape[-1:], weight.to(t.dtype), eps)
+
+
+def _rope(head_dim, rotary_dim, interleaved=False, positions=None, heads=(1, 1), qk_norm=False):
     def parts(x):
         cos, sin = tables(3 * x.shape[1] + 1, rotary_dim // 2, x)
         return cos, sin, *positions_of(positions, *x.shape[:2], x.device)
 
-    def function(x, w_qkv, norm_weight=None, bias=None):
+    def function(x, w_qkv, norm_weight=None, bias=None, q_norm=None, k_norm=None):
         cos, sin, given, _ = parts(x)
         options = dict(num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, positions=given, interleaved=interleaved)
+        if qk_norm:
+            options |= dict(q_norm_weight=q_norm, k_norm_weight=k_norm, qk_norm_eps=1e-4)
         return coda.norm_linear_rope(x, norm_weight, w_qkv, cos, sin, bias=bias, **options)
 
-    def reference(x, w_qkv, norm_weight=None, bias=None):
+    def reference(x, w_qkv, norm_weight=None, bias=None, q_norm=None, k_norm=None):
         cos, sin, _, rows = parts(x)
         qkv = F.linear(norm(x, norm_weight), w_qkv, bias).unflatten(-1, (-1, head_dim))
         q, k, v = qkv.split((heads[0], heads[1], heads[1]), -2)
+        if qk_norm:
+            q, k = head_norm(q, q_norm, 1e-4), head_norm(k, k_norm, 1e-4)
         return x, rotate(q, cos[rows], sin[rows], interleaved), rotate(k, cos[rows], sin[rows], interleaved), v
 
     columns = (heads[0] + 2 * heads[1]) * head_dim
     batch = lambda m: 2 if m % 2 == 0 else 1
-    shapes = lambda m, d, n: dict(x=(batch(m), m // batch(m), d), w_qkv=(columns, d), norm_weight=(d,), bias=(columns,))
+    norms = dict(q_norm=(head_dim,), k_norm=(head_dim,)) if qk_norm else {}
+    shapes = lambda m, d, n: dict(x=(batch(m), m // batch(m), d), w_qkv=(columns, d), norm_weight=(d,), bias=(columns,)) | norms
     return Case(function, reference, shapes)
 
 
@@ -193,6 +203,11 @@ CASES = {
     "rope-not-divisible": _rope(5, 4, positions=("T", torch.int32)),
     "rope-not-divisible-interleaved": _rope(6, 4, True),
     **{f"rope-{r}": _rope(r, r, heads=(4, 2)) for r in (32, 64, 128)},  # the widths that have a kernel
+    "rope-qk-norm": _rope(4, 4, heads=(2, 1), qk_norm=True),
+    "rope-qk-norm-interleaved": _rope(8, 8, True, ("T", torch.int64), qk_norm=True),
+    "rope-qk-norm-partial": _rope(6, 2, positions=("BT", torch.int32), heads=(4, 2), qk_norm=True),
+    "rope-qk-norm-still": _rope(4, 0, qk_norm=True),
+    **{f"rope-qk-norm-{r}": _rope(r, r, heads=(4, 2), qk_norm=True) for r in (64, 128)},  # the widths that have a kernel
     **{f"mlp-{a}": _mlp(a) for a in GATES},
     "mlp-residual-is-x": _mlp(residual="x"),
     "mlp-pair": _mlp("gelu", residual="x", pair=True),
@@ -208,6 +223,7 @@ KINDS = [
     "norm_linear-swiglu-pair",
     "rope",
     "rope-partial-interleaved",
+    "rope-qk-norm",
     "mlp-silu",
     "mlp-residual-is-x",
     "chain",

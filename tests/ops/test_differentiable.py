@@ -227,7 +227,7 @@ def test_autocast(device, name, dtype):
     assert all(g.dtype == torch.float32 and error(g, expected[k]) < 2 * limit for k, g in got.items())
 
 
-@pytest.mark.parametrize("name", ["rope", "norm_linear-swiglu-pair", "chain"])
+@pytest.mark.parametrize("name", ["rope", "rope-qk-norm", "norm_linear-swiglu-pair", "chain"])
 def test_compile_fullgraph(device, name):
     case = CASES[name]
     torch._dynamo.reset()

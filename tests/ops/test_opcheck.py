@@ -19,6 +19,7 @@ def calls(dtype, device):
     gate_up, down, z, dy = t(2 * F, D), t(D, F), t(M, 2 * F), t(M, D)
     pair = gate_up[:F].clone(), gate_up[F:].clone()
     rope = (*tables, positions, 1, HEAD, 3 * HEAD, False)
+    head_norms = t(HEAD), t(HEAD), 1e-5, 2 * HEAD
     by_row = (*tables, None, M // 2, HEAD, 3 * HEAD, True)
     return {
         "rms_norm_stats": [(x, g, 1e-6), (x, None, 1e-6)],
@@ -29,6 +30,11 @@ def calls(dtype, device):
         "rstd_act": [(x, rstd, w, bias, "gelu", True), (x, None, w, None, "identity", True), (x, rstd, w, None, "relu", False)],
         "rstd_glu": [(x, rstd, gate_up, None, "silu", True), (x, None, *pair, "gelu", False)],
         "rstd_rope": [(x, rstd, w, bias, *rope), (x, None, w, None, *by_row)],
+        "rstd_qknorm_rope": [(x, rstd, w, bias, *head_norms, *rope, True), (x, None, w, None, *head_norms, *by_row, False)],
+        "qknorm_rope_backward": [
+            (*heads, res[:, : 3 * HEAD].contiguous(), res, rstd, bias, *head_norms, *rope, D),
+            (*heads, res[:, : 3 * HEAD], res, None, None, *head_norms, *by_row, D),
+        ],
         "dglu": [(dy, down, z, rstd, "silu", D, True), (t(M, F), None, z, None, "gelu_tanh", D, False)],
         "dact": [(dy, down, t(M, F), rstd, t(F), "gelu", D, True), (t(M, F), None, t(M, F), None, None, "relu", D, False)],
         "rope_backward": [(*heads, res, rstd, bias, *rope, D), (*heads, res, None, None, *by_row, D)],

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import coda
-from tests.ops.cases import ACTIVATIONS, GATES, SIXTEEN, new, raises, rotate, sixteen_on_cuda, tables
+from tests.ops.cases import ACTIVATIONS, GATES, SIXTEEN, head_norm, new, raises, rotate, sixteen_on_cuda, tables
 from tests.reference import assert_no_worse, error
 
 ops = torch.ops.coda
@@ -220,8 +220,40 @@ def test_rope_backward(device, dtype, head_dim, rotary_dim, interleaved, bias, p
         outputs = ops.rope_backward(*gradients, y, scale, b, cos, sin, positions, length, head_dim, turned, interleaved, 5)
         exact = [dz * wide, sums(terms * wide**2, 1), None]
         check(outputs, exact, dtype)
-        if bias:  # may be summed from what was stored
-            assert error(outputs[2], dz.sum(0)) < 2 * step(dtype)
+        if bias:
+            check(outputs[2:], [sums(dz, 0)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (64, 64), (256, 64), (32, 32), (520, 40), (10, 4), (16, 0)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_qknorm_rope_backward(device, dtype, head_dim, rotary_dim, interleaved, bias, poisoned_memory):
+    batch, length, heads, eps = 3, 11, (3, 2, 2), 1e-2
+    t = lambda *shape: new(*shape, dtype=dtype, device=device)
+    m, n, turned = batch * length, sum(heads) * head_dim, (heads[0] + heads[1]) * head_dim
+    product, y, rstd, b = t(m, turned), t(m, n), torch.rand(m, device=device) + 0.5, t(n) if bias else None
+    cos, sin = tables(40, rotary_dim // 2, y)
+    at = torch.arange(m, device=device) * 7 % 40
+    gradients = [t(batch, h, length, head_dim).transpose(1, 2) for h in heads]
+    for positions, scale, narrow in ((at, rstd, True), (at.int(), None, False), (None, rstd, True)):
+        rows = torch.arange(m, device=device) % length if positions is None else at
+        norms = [(1 + t(head_dim) / 4).to(dtype if narrow else torch.float32) for _ in range(2)]
+        z, q_norm, k_norm = (v.double().requires_grad_() for v in (product, *norms))
+        q, k = z.view(m, -1, head_dim).split(heads[:2], 1)
+        normed = torch.cat((head_norm(q, q_norm, eps), head_norm(k, k_norm, eps)), 1)
+        dy = [g.double().reshape(m, -1, head_dim) for g in gradients]
+        out = rotate(normed, cos[rows].double(), sin[rows].double(), interleaved)
+        dproduct, dq_norm, dk_norm = torch.autograd.grad(out, (z, q_norm, k_norm), torch.cat(dy[:2], 1))
+        dz, stored = torch.cat((dproduct, dy[2].flatten(1)), 1), torch.cat((product.double(), y[:, turned:].double()), 1)
+        wide = 1 if scale is None else scale.double().unsqueeze(1)
+        terms = torch.cat((dz * stored, torch.zeros_like(dz) if b is None else -dz * b.double()), 1) / 5
+        arguments = (*gradients, product, y, scale, b, *norms, eps, heads[0] * head_dim, cos, sin, positions, length, head_dim, turned, interleaved, 5)
+        outputs = ops.qknorm_rope_backward(*arguments)
+        # The weights' gradients are sums of many terms that cancel, in any order.
+        terms_of_norms = (dq_norm, dq_norm.abs() + heads[0] * m**0.5), (dk_norm, dk_norm.abs() + heads[1] * m**0.5)
+        check(outputs, [dz * wide, sums(terms * wide**2, 1), sums(dz, 0) if bias else None, *terms_of_norms], dtype)
+        assert all(torch.equal(a, c) for a, c in zip(outputs, ops.qknorm_rope_backward(*arguments)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
