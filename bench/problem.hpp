@@ -88,6 +88,7 @@ inline GemmArguments shape_of(Case const& c) {
     std::int64_t const heads = c.n / c.head_dim;
     g.rotation.head_dim = g.rotation.rotary_dim = c.head_dim;
     g.rotation.columns = (heads - heads / 6) * c.head_dim;
+    g.rotation.query_columns = ceil_div(heads, 2) * c.head_dim;
     g.rotation.period = ceil_div(c.m, 4);
   }
   g.swizzle = c.swizzle, g.raster = c.raster;
@@ -263,6 +264,11 @@ class Problem {
         case Shape::kFirstHalf: return make(c.m, 2 * c.n, type);
         case Shape::kCosine:
         case Shape::kSine: return make(g.rotation.period, g.rotation.rotary_dim / 2, Type::kFp32);
+        case Shape::kPerHeadColumn: {
+          Resource r = make(2, g.rotation.head_dim, Type::kFp32);
+          r.second = static_cast<float const*>(r.data) + g.rotation.head_dim;
+          return r;
+        }
         case Shape::kSecondHalf: break;
       }
       throw Error(Error::kFailed, std::string("the slot ") + slot.name + " of " + program.name + " follows no first half");
@@ -348,6 +354,13 @@ class Problem {
         case Shape::kPerColumnFp32: return stored(r, 0, g.n);
         case Shape::kPerRow: return stored(r, row, 1);
         case Shape::kTile: return stored(r, row * r.ld, g.n);
+        case Shape::kPerHeadColumn: {
+          std::vector<double> const both = stored(r, 0, 2 * r.ld);
+          std::vector<double> all;
+          for (std::int64_t n = 0; n < g.n; ++n)
+            all.push_back(n < g.rotation.columns ? both[std::size_t(n % r.ld + (n < g.rotation.query_columns ? 0 : r.ld))] : 1);
+          return all;
+        }
         case Shape::kCosine:
         case Shape::kSine: {
           std::vector<double> const turn = stored(r, row % g.rotation.period * r.ld, r.ld);
@@ -420,11 +433,12 @@ class Problem {
         outputs.emplace_back(slot.shape == Shape::kRowPartial   ? std::size_t(1)
                              : slot.shape == Shape::kColPartial ? std::size_t(0)
                                                                 : std::size_t(width(slot, program_) * calls));
-      for (std::int64_t call = 0; call < calls; ++call) {
+      double acc[2], in[2 * kMaxResources + 1], out[2 * kMaxResources];
+      // Fills acc and in for one call; returns its columns, and where `in` ends.
+      auto const load = [&](std::int64_t call) {
         Columns const at = columns_of(case_, call);
         double const* row_acc = acc_.data() + std::int64_t(r) * g.n;
-        double const acc[2] = {row_acc[at.first], row_acc[at.second]};
-        double in[2 * kMaxResources], out[2 * kMaxResources];
+        acc[0] = row_acc[at.first], acc[1] = row_acc[at.second];
         double* next = in;
         for (std::size_t i = 0; i < inputs.size(); ++i) {
           if (width(program_.loads[i], program_) == 2) {
@@ -434,6 +448,22 @@ class Problem {
             *next++ = inputs[i][inputs[i].size() == 1 ? 0 : std::size_t(call)];
           }
         }
+        return std::make_pair(at, next);
+      };
+      double head_mean = 0;
+      for (std::int64_t call = 0; call < calls; ++call) {
+        std::int64_t const pairs = g.rotation.head_dim / 2;
+        if (program_.term != nullptr && call % pairs == 0) {
+          double sum = 0;
+          for (std::int64_t i = call; i < call + pairs; ++i) {
+            load(i);
+            program_.term(acc, in, out, case_.rounding());
+            sum += out[0];
+          }
+          head_mean = 2 * call < g.rotation.columns ? sum / double(g.rotation.head_dim) : -1;
+        }
+        auto const [at, end] = load(call);
+        *end = head_mean;
         program_.reference(acc, in, out, case_.rounding());
         double const* value = out;
         for (std::size_t i = 0; i < outputs.size(); ++i) {

@@ -27,6 +27,7 @@ enum class Shape {
   kSecondHalf,     // columns n to 2n of the tensor of the slot before
   kCosine,         // the tables of the rotation, fp32
   kSine,
+  kPerHeadColumn,  // two vectors over the columns of a head, fp32, for the heads of queries and of keys; 1 in other heads
   kRowPartial,  // partial sums along a row; what counts is their total, one fp32 number a row
   kColPartial,  // partial sums along a column; likewise, one a column
 };
@@ -61,6 +62,7 @@ struct Program {
   int columns;  // of the accumulator, for each call
   std::vector<Slot> loads, sinks;
   Reference reference;
+  Reference term = nullptr;  // of a program with a HeadMean: what a call adds to it, in out[0]. The reference finds it behind its loads, -1 in other heads
 
   int halves() const { return pairing == Pairing::kHalves ? 2 : 1; }  // GEMM columns for each column of the result
   bool rotates() const { return pairing == Pairing::kHeadHalves || pairing == Pairing::kAdjacent; }
@@ -71,14 +73,14 @@ struct Program {
 
 // The values that `slot` takes or gives in one call.
 inline int width(Slot const& slot, Program const& program) {
-  bool const own = slot.shape == Shape::kTile || slot.shape == Shape::kPerColumn || slot.shape == Shape::kPerColumnFp32;
+  bool const own = slot.shape == Shape::kTile || slot.shape == Shape::kPerColumn || slot.shape == Shape::kPerColumnFp32 || slot.shape == Shape::kPerHeadColumn;
   return own ? program.columns : 1;
 }
 
 template <class P, std::size_t kLoads, std::size_t kSinks>
-Program row(char const* name, char const* layout, Slot const (&loads)[kLoads], Slot const (&sinks)[kSinks], Reference reference) {
+Program row(char const* name, char const* layout, Slot const (&loads)[kLoads], Slot const (&sinks)[kSinks], Reference reference, Reference term = nullptr) {
   static_assert(kLoads == P::Loads::size && kSinks == P::Sinks::size, "a row must name every load and sink of its program, in order");
-  return {name, layout, kPairingOf<P>, P::kColumns, {loads, loads + kLoads}, {sinks, sinks + kSinks}, reference};
+  return {name, layout, kPairingOf<P>, P::kColumns, {loads, loads + kLoads}, {sinks, sinks + kSinks}, reference, term};
 }
 
 // An activation and its derivative.
@@ -123,6 +125,19 @@ inline void rope(double const* acc, double const* in, double* out, Rounding) {
   double const a = in[0] * acc[0] + in[1], b = in[0] * acc[1] + in[2], cos = in[3], sin = in[4];
   out[0] = a * cos - b * sin;
   out[1] = a * sin + b * cos;
+}
+
+inline void qknorm_term(double const* acc, double const* in, double* out, Rounding stored) {
+  double const a = stored(in[0] * acc[0] + in[1]), b = stored(in[0] * acc[1] + in[2]);
+  out[0] = a * a + b * b;
+}
+inline void qknorm_rope(double const* acc, double const* in, double* out, Rounding stored) {
+  double const a = in[0] * acc[0] + in[1], b = in[0] * acc[1] + in[2], cos = in[6], sin = in[7], mean = in[8];
+  double const scale = mean < 0 ? 1 : 1 / std::sqrt(mean + in[5]), c = scale * in[3] * stored(a), d = scale * in[4] * stored(b);
+  out[0] = c * cos - d * sin;
+  out[1] = c * sin + d * cos;
+  out[2] = a;
+  out[3] = b;
 }
 
 inline std::vector<Program> const& programs() {
@@ -193,6 +208,9 @@ inline std::vector<Program> const& programs() {
 
       row<RstdRope<Pairing::kHeadHalves>>("rstd_rope", "tn", {rstd, bias, cosine, sine}, {{"y", Shape::kTile}}, rope),
       row<RstdRope<Pairing::kAdjacent>>("rstd_rope_adjacent", "tn", {rstd, bias, cosine, sine}, {{"y", Shape::kTile}}, rope),
+      row<RstdQkNormRope>("rstd_qknorm_rope", "tn",
+                          {rstd, bias, {"gammas", Shape::kPerHeadColumn, 1, 0.1}, {"eps", Shape::kScalar, 0.01}, cosine, sine},
+                          {{"y", Shape::kTile}, {"product", Shape::kTile}}, qknorm_rope, qknorm_term),
   };
   return table;
 }

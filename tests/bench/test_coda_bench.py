@@ -29,6 +29,7 @@ PROGRAMS = (
     "norm_backward",
     "rstd_rope",
     "rstd_rope_adjacent",
+    "rstd_qknorm_rope",
 )
 HALVES = ("rstd_swiglu", "rstd_swiglu_preactivation", "rstd_geglu", "rstd_geglu_preactivation")
 SMALL = ("-m", "264", "-n", "520", "-k", "192")
@@ -36,7 +37,7 @@ SMALL_HEADS = ("-m", "264", "-n", "1152", "-k", "192")  # whole heads of any wid
 
 
 def small(program: str) -> tuple[str, ...]:
-    return SMALL_HEADS if program.startswith("rstd_rope") else SMALL
+    return SMALL_HEADS if "rope" in program else SMALL
 
 
 def program_of(key: str) -> str:
@@ -177,7 +178,7 @@ def test_results(gpu, tmp_path, program, dtype):
     (result,) = report["results"]
     assert result["program"] == program and result["dtype"] == dtype and result["kernel"] in keys()
     assert result["n_gemm"] == result["n"] * (2 if program in HALVES else 1)
-    assert result.get("head_dim") == (64 if program.startswith("rstd_rope") else None)
+    assert result.get("head_dim") == (64 if "rope" in program else None)
     assert result["passed"] and result["reproducible"] and result["not_finite"] == 0 and result["overrun"] == 0
     for name, error in result["errors"].items():
         assert 0 < error <= result["bounds"][name]
