@@ -24,9 +24,12 @@ PROGRAMS = (
     "dgeglu",
     "rstd_act",
     "dact",
+    "dact_layer",
     "rstd",
     "residual_sqsum",
     "norm_backward",
+    "residual_moments",
+    "layer_norm_backward",
     "rstd_rope",
     "rstd_rope_adjacent",
 )
