@@ -222,12 +222,12 @@ inline std::vector<Program> const& programs() {
                               {"offset", Shape::kPerRow, 0.3, 0.1},
                               {"mean", Shape::kPerRow, 0.3, 0.1},
                               {"beta", Shape::kPerColumnFp32},
-                              {"std", Shape::kPerRow, 1, 0.1}},
+                              rstd},
                              {{"dx", Shape::kTile}, {"scaled", Shape::kTile}, {"dgamma", Shape::kColPartial}},
                              [](double const* acc, double const* in, double* out, Rounding) {
                                double const centred = in[1] - in[5];
                                out[0] = in[0] + in[2] * acc[0] - in[3] * centred + in[4];
-                               out[1] = centred * in[2] + in[6] * in[7];
+                               out[1] = centred * in[2] + in[6] / in[7];
                                out[2] = acc[0] * centred;
                              }),
 

@@ -251,8 +251,8 @@ NormGradient layer_norm_backward(at::Tensor const& dz, at::Tensor const& w, at::
   if (use_eager(dz)) return eager::layer_norm_backward(dz, w, x, norm, correction, offset, incoming, want_h, want_dgamma);
   std::int64_t const d = w.size(1);
   NormGradient result{empty_rows(dz, d), want_h ? empty_rows(dz, d) : at::Tensor(), {}};
-  at::Tensor const std = want_h && get(norm.beta) ? norm.rstd.reciprocal() : at::Tensor();
-  Launch launch{"layer_norm_backward", dz, w.t(), {}, {incoming, x, norm.gamma, correction, offset, norm.mean, norm.beta, std},
+  at::Tensor const rstd = get(norm.beta) ? norm.rstd : at::Tensor();
+  Launch launch{"layer_norm_backward", dz, w.t(), {}, {incoming, x, norm.gamma, correction, offset, norm.mean, norm.beta, rstd},
                 {result.dx, result.h, want_dgamma ? wanted_partials(dz) : at::Tensor()}};
   run<LayerNormBackward>(launch);
   if (want_dgamma) result.dgamma = sum_groups(launch.sinks[LayerNormBackward::kDgamma], d, get(norm.gamma)->scalar_type());

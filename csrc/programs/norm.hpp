@@ -118,20 +118,19 @@ struct NormBackward {
   }
 };
 
-// The same for a LayerNorm, on c = x - mean: dx has an offset for each row, and what the weight gradient reads is c gamma + beta / rstd (kStd
-// is 1 / rstd).
+// The same for a LayerNorm, on c = x - mean: dx has an offset for each row, and what the weight gradient reads is c gamma + beta / rstd.
 struct LayerNormBackward {
   static constexpr int kColumns = 1;
   using Loads = List<TileLoad, TileLoad, RowVector<1>, ColVector<0>, ColVector<0>, ColVector<0>, RowVector<>, ColVector<>>;
   using Sinks = NormBackward::Sinks;
-  enum In { kIncoming, kX, kGamma, kCorrection, kOffset, kMean, kBeta, kStd };
+  enum In { kIncoming, kX, kGamma, kCorrection, kOffset, kMean, kBeta, kRstd };
   enum Out { kDx, kScaled, kDgamma };
 
   template <class Storage, class Real>
   CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[8], Real (&out)[3]) {
     Real const centred[4] = {in[kIncoming] + in[kOffset], in[kX] - in[kMean], in[kGamma], in[kCorrection]};
     NormBackward::apply<Storage>(acc, centred, out);
-    out[kScaled] += in[kBeta] * in[kStd];
+    out[kScaled] += in[kBeta] * reciprocal(in[kRstd]);
   }
 };
 
