@@ -95,7 +95,6 @@ _GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, appro
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 GATES = tuple(_GATES)
 _ACTIVATIONS = {"relu": F.relu, "relu2": lambda t: F.relu(t).square()} | _GATES
-ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
 def norm_mlp(backend, x, w_gate_up, w_down, *, norm, residual, activation, stats, next_norm):

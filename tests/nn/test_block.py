@@ -5,7 +5,7 @@ import torch
 import coda
 from coda import _C
 from coda.nn import DecoderConfig, TransformerBlock
-from coda.nn.layers import rope_tables
+from coda.nn.layers import make_norm, rope_tables
 from tests.reference import assert_no_worse, error
 
 # The deferred norm stores rstd times the gradient of its product in 16 bits, one rounding that eager does not have: sqrt(3/2) at most.
@@ -15,6 +15,10 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 
 def make_config(**changes):
     return DecoderConfig(**{**dict(vocab_size=8, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=184), **changes})
+
+
+# What a GPT-2 block is made of, but for its embedding of positions.
+GPT2 = dict(norm="layer", mlp="plain", activation="gelu_tanh", mlp_bias=True, qkv_bias=True, o_bias=True, rotary_dim=0, num_kv_heads=4)
 
 
 def make_block(config, dtype, device, backend="coda", seed=0):
@@ -30,8 +34,10 @@ def make_block(config, dtype, device, backend="coda", seed=0):
 
 
 def next_norm(config, dtype, device):
-    norm = torch.nn.RMSNorm(config.dim, eps=config.norm_eps)
+    norm = make_norm(config.norm, config.dim, config.norm_eps)
     torch.nn.init.normal_(norm.weight, 1, 0.3)
+    if config.norm == "layer":
+        torch.nn.init.normal_(norm.bias, 0, 0.3)
     return norm.to(device, dtype)
 
 
@@ -59,6 +65,26 @@ def test_launches(device):
     before = _C.launch_count()
     torch.autograd.grad(out, [x, *block.parameters()], torch.randn_like(out))
     assert _C.launch_count() - before == 8 + 1 + 3
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_launches_with_layer_norm(device):
+    """Forward: 4 products, 2 finalisers of statistics, and for each norm what its parameters come to behind the weight. Backward: 8 products, and for
+    each norm the activation's gradient, the finaliser of its row sums, and the sums for the biases and for the norm's weight."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    config = make_config(**GPT2)
+    first, second = (make_block(config, dtype, device, seed=s) for s in (0, 1))
+    x = torch.randn(2, 24, config.dim, device=device, dtype=dtype, requires_grad=True)
+    x, stats = first(x, next_norm=second.attention.deferred_norm)
+    assert stats.norm == "layer" and stats.mean.shape == x.shape[:-1]
+    x = x.detach().requires_grad_()
+    stats = coda.NormStats.make(x, stats.h, stats.rstd, stats.norm_weight, stats.eps, stats.mean)
+    before = _C.launch_count()
+    out, _ = second(x, stats=stats, next_norm=next_norm(config, dtype, device))
+    assert _C.launch_count() - before == 4 + 2 + 2
+    before = _C.launch_count()
+    torch.autograd.grad(out, [x, *second.parameters()], torch.randn_like(out))
+    assert _C.launch_count() - before == 8 + 2 * 4
 
 
 @pytest.mark.gpu
@@ -119,8 +145,17 @@ def rope_storages(forward):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(qkv_bias=True), dict(activation="gelu_tanh"), dict(rotary_dim=16), dict(num_kv_heads=4)],
-    ids=["llama", "bias", "gelu", "partial rotary", "no grouping"],
+    [
+        {},
+        dict(qkv_bias=True),
+        dict(activation="gelu_tanh"),
+        dict(rotary_dim=16),
+        dict(num_kv_heads=4),
+        dict(mlp="plain", activation="relu2", o_bias=True, rotary_dim=0),
+        dict(norm="layer"),
+        GPT2,
+    ],
+    ids=["llama", "bias", "gelu", "partial rotary", "no grouping", "plain", "layer", "gpt2"],
 )
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float64), ("cpu", torch.bfloat16), pytest.param(*("cuda", torch.bfloat16), marks=GPU.marks)])
 @pytest.mark.parametrize("batch, length", [(2, 24), (1, 1), (1, 7)])
@@ -175,6 +210,17 @@ def test_chain_gives_what_separate_blocks_give():
     y, stats = first(x, next_norm=second.attention.norm)
     torch.testing.assert_close(y, first(x), rtol=0, atol=0)
     torch.testing.assert_close(second(y, stats=stats), second(y), rtol=1e-5, atol=1e-5)
+
+
+def test_layer_norm_takes_statistics_where_it_is_deferred():
+    rotary, gpt2 = (make_block(make_config(**c), torch.float32, "cpu") for c in (dict(norm="layer"), GPT2))
+    assert rotary.attention.deferred_norm is None and rotary.mlp.deferred_norm is None
+    assert gpt2.attention.deferred_norm is gpt2.attention.norm and gpt2.mlp.deferred_norm is gpt2.mlp.norm
+    x = torch.randn(2, 9, 128)
+    y, stats = gpt2(x, next_norm=gpt2.attention.norm)
+    torch.testing.assert_close(gpt2(y, stats=stats), gpt2(y), rtol=1e-5, atol=1e-5)
+    y, stats = rotary(x, next_norm=torch.nn.RMSNorm(128, eps=1e-6))  # a block may end in statistics for the other kind
+    assert stats.norm == "rms"
 
 
 def test_statistics_of_another_tensor_are_refused():
