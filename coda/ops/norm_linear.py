@@ -83,7 +83,7 @@ def norm_linear(
         check_pair("weight", w, w_up)
     out_features = w.shape[0] if not gated or w_up is not None else w.shape[0] // 2
     act = _GATED[activation] if gated else _PLAIN[activation]
-    norm_weight = None if rstd is None else norm_weight
+    norm_weight = None if rstd is None else norm_weight  # else the rows are normalised
     wanted = needs_grad(rows, norm_weight, norm_bias, w, w_up, bias)
     if mean is not None and wanted:
         passed, y = _LayerLinear.apply(rows, h, rstd, mean, norm_weight, norm_bias, w, bias, act)
@@ -93,8 +93,7 @@ def norm_linear(
         passed, y = _NormLinear.apply(rows, h, rstd, norm_weight, w, w_up, bias, act, gated)
     else:
         passed, y = rows, _forward(rows if h is None else h, rstd, w, w_up, bias, act, gated, False)[0]
-    passed = given if rstd is None else passed
-    return _passed(given, x, passed), y.view(*x.shape[:-1], out_features)
+    return _passed(given, x, None if rstd is None else passed), y.view(*x.shape[:-1], out_features)
 
 
 def norm_linear_rope(
@@ -152,7 +151,7 @@ def norm_linear_rope(
     else:
         passed, qkv = rows, torch.ops.coda.rstd_rope(rows if h is None else h, rstd, w, bias, *rope)
         q, k, v = split_heads(qkv, heads, head_dim, x.shape[:2])
-    return (given if rstd is None else _passed(given, x, passed)), q, k, v
+    return _passed(given, x, None if rstd is None else passed), q, k, v
 
 
 def rope_arguments(x, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved) -> tuple:
@@ -219,9 +218,9 @@ def _prepare(x, norm_weight, eps, stats, *, norm_bias, norm, defer, public="coda
     return given, x, cast, rows, h, rstd, mean
 
 
-def _passed(given: Tensor, x: Tensor, rows: Tensor) -> Tensor:
-    """The x to return: what went through the function, unless it had to be cast."""
-    return rows.view(x.shape) if x is given else given
+def _passed(given: Tensor, x: Tensor, rows: Tensor | None) -> Tensor:
+    """The x to return: what went through the function, unless it had to be cast or nothing did."""
+    return rows.view(x.shape) if x is given and rows is not None else given
 
 
 def _forward(h, rstd, w, w_up, bias, act, gated, save):
