@@ -67,8 +67,9 @@ def norm_linear(
 
     The norm is deferred: rstd ((x norm_weight) W^T) (programs/norm.hpp in csrc; Zhang and Sennrich, arXiv:1910.07467), for a LayerNorm
     rstd ((x norm_weight) W^T - mean u) + v with u = W norm_weight and v = W norm_bias + b in float32 (Ba, Kiros and Hinton, arXiv:1607.06450).
-    There x norm_weight is rounded before the mean is taken out: beside a LayerNorm that is rounded after, the error of y grows by about
-    sqrt(1 + (mean / deviation)^2), tenfold for rows whose mean is ten deviations from 0. A gated activation, whose epilogue has no such term,
+    There x norm_weight is rounded before the mean is taken out: beside a LayerNorm that is rounded after, the product's input is off by about
+    sqrt(1 + (mean / deviation)^2) times as much, and y and the gradients by up to that: in bfloat16 with a mean of ten deviations, y by four
+    times as much. A gated activation, whose epilogue has no such term,
     reads a LayerNorm that a pass over x has written.
     """
     check_activation(activation, [*_PLAIN, *_GATED])

@@ -94,7 +94,7 @@ struct RopeArguments {
   /* Of dn = dz w: dx = incoming + gamma dn - correction x */                                                                              \
   NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma,                  \
                              at::Tensor const& correction, OptionalTensor const& incoming, bool want_h, bool want_dgamma);                 \
-  /* The same for a LayerNorm. The rounded result's moments come with it */                                                                \
+  /* linear_residual for a LayerNorm */                                                                                                    \
   LinearResidualResult linear_residual_moments(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias,                       \
                                                at::Tensor const& residual, OptionalTensor const& gamma, double eps);                       \
   LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias);                                      \
@@ -102,8 +102,9 @@ struct RopeArguments {
   ActivationResult layer_act(at::Tensor const& h, LayerNorm const& norm, at::Tensor const& w, LayerVectors const& vectors,                 \
                              ActivationKind kind, bool store_preactivation);                                                               \
   /* Gradient of it; dbias is that of v */                                                                                                 \
-  ActivationGradient dact_layer(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, LayerNorm const& norm, \
-                                LayerVectors const& vectors, ActivationKind kind, std::int64_t width, bool want_value, bool want_dbias);   \
+  ActivationGradient dact_layer(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation,                       \
+                                LayerNorm const& norm, LayerVectors const& vectors, ActivationKind kind, std::int64_t width,               \
+                                bool want_value, bool want_dbias);                                                                         \
   /* Of dn = dz w: dx = incoming + gamma dn - correction (x - mean) + offset; h is (x - mean) gamma + beta / rstd */                       \
   NormGradient layer_norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, LayerNorm const& norm,                  \
                                    at::Tensor const& correction, at::Tensor const& offset, OptionalTensor const& incoming, bool want_h,    \
