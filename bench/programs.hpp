@@ -166,10 +166,10 @@ inline std::vector<Program> const& programs() {
                                       glu_preactivation<gelu_tanh>),
       row<DGlu<Gelu>>("dgeglu", "nn", {gate, up, rstd, tanh_kind}, {dgate, dup, {"product", Shape::kTile}, row_dot}, dglu<gelu_tanh>),
 
-      row<RstdAct>("rstd_act", "tn", {rstd, bias, gelu_kind, {"shift", Shape::kPerRow, 0.3, 0.1}, {"direction", Shape::kPerColumn}},
+      row<RstdAct>("rstd_act", "tn", {rstd, bias, gelu_kind, {"mean", Shape::kPerRow, 0.3, 0.1}, {"direction", Shape::kPerColumnFp32}},
                    {{"value", Shape::kTile}, preactivation},
                    [](double const* acc, double const* in, double* out, Rounding) {
-                     double const z = in[0] * acc[0] + in[3] * in[4] + in[1];
+                     double const z = in[0] * (acc[0] - in[3] * in[4]) + in[1];
                      out[0] = gelu(z).value;
                      out[1] = z;
                    }),
@@ -184,6 +184,19 @@ inline std::vector<Program> const& programs() {
                   out[2] = dz * (in[0] - in[2]);
                   out[3] = dz;
                 }),
+
+      row<DActLayer>("dact_layer", "nn",
+                     {preactivation, rstd, {"constant", Shape::kPerColumnFp32}, gelu_kind, {"direction", Shape::kPerColumnFp32}},
+                     {{"dz", Shape::kTile}, {"product", Shape::kTile}, row_dot, {"dconstant", Shape::kColPartial}, {"direction_dot", Shape::kRowPartial}},
+                     [](double const* acc, double const* in, double* out, Rounding) {
+                       Curve const act = gelu(in[0]);
+                       double const dz = acc[0] * act.slope;
+                       out[0] = in[1] * dz;
+                       out[1] = act.value;
+                       out[2] = dz * (in[0] - in[2]);
+                       out[3] = dz;
+                       out[4] = dz * in[4];
+                     }),
 
       row<RstdLinear>("rstd", "tn", {rstd, bias}, {{"y", Shape::kTile}},
                       [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1]; }),
@@ -205,6 +218,33 @@ inline std::vector<Program> const& programs() {
                           out[1] = in[1] * in[2];
                           out[2] = acc[0] * in[1];
                         }),
+
+      row<ResidualMoments>("residual_moments", "tn", {{"residual", Shape::kTile}, bias, gamma},
+                           {{"sum", Shape::kTile}, {"scaled", Shape::kTile}, {"squares", Shape::kRowPartial}, {"values", Shape::kRowPartial}},
+                           [](double const* acc, double const* in, double* out, Rounding stored) {
+                             double const sum = in[0] + acc[0] + in[1], x = stored(sum);
+                             out[0] = sum;
+                             out[1] = x * in[2];
+                             out[2] = x * x;
+                             out[3] = x;
+                           }),
+
+      row<LayerNormBackward>("layer_norm_backward", "nn",
+                             {{"incoming", Shape::kTile},
+                              {"x", Shape::kTile},
+                              gamma,
+                              {"correction", Shape::kPerRow, 0.3, 0.1},
+                              {"offset", Shape::kPerRow, 0.3, 0.1},
+                              {"mean", Shape::kPerRow, 0.3, 0.1},
+                              {"beta", Shape::kPerColumnFp32},
+                              rstd},
+                             {{"dx", Shape::kTile}, {"scaled", Shape::kTile}, {"dgamma", Shape::kColPartial}},
+                             [](double const* acc, double const* in, double* out, Rounding) {
+                               double const centred = in[1] - in[5];
+                               out[0] = in[0] + in[2] * acc[0] - in[3] * centred + in[4];
+                               out[1] = centred * in[2] + in[6] / in[7];
+                               out[2] = acc[0] * centred;
+                             }),
 
       row<RstdRope<Pairing::kHeadHalves>>("rstd_rope", "tn", {rstd, bias, cosine, sine}, {{"y", Shape::kTile}}, rope),
       row<RstdRope<Pairing::kAdjacent>>("rstd_rope_adjacent", "tn", {rstd, bias, cosine, sine}, {{"y", Shape::kTile}}, rope),

@@ -73,6 +73,7 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Proble
     w, w_down, w_qkv, w_o = new(2 * f, d, scale=d**-0.5), new(d, f, scale=f**-0.5), new(preset.qkv, d, scale=d**-0.5), new(d, d, scale=d**-0.5)
     y, z, dz_qkv = new(m, f), new(m, 2 * f), new(m, preset.qkv)
     rstd, correction = torch.rand(m, device="cuda") + 0.5, torch.randn(m, device="cuda") * 0.1
+    mean, u = torch.randn(m, device="cuda"), torch.randn(f, device="cuda")
     angle = torch.rand(m, preset.head_dim // 2, device="cuda") * 6
     cos, sin = angle.cos(), angle.sin()
     turning = (preset.heads + preset.kv_heads) * preset.head_dim
@@ -127,6 +128,11 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Proble
                 lambda: torch.mm(z, w, out=one), norm_backward, (z, w, x, g, correction, res)),
         Problem("norm_backward", "qkv dgrad", "nn", lambda: ops.norm_backward(dz_qkv, w_qkv, None, x, g, correction, res, True, True),
                 lambda: torch.mm(dz_qkv, w_qkv, out=one), norm_backward, (dz_qkv, w_qkv, x, g, correction, res)),
+        Problem("residual_moments", "out-proj", "tn", lambda: ops.linear_residual_moments(x, w_o, None, res, g, 1e-6), lambda: torch.mm(x, w_o.t(), out=one)),
+        Problem("dact_layer", "down-proj dgrad", "nn", lambda: ops.dact_layer(x, w_down, y, rstd, u, u, "gelu_tanh", d, True, True),
+                lambda: torch.mm(x, w_down, out=narrow)),
+        Problem("layer_norm_backward", "gate-up dgrad", "nn",
+                lambda: ops.layer_norm_backward(z, w, x, g, g, rstd, mean, correction, correction, res, True, True), lambda: torch.mm(z, w, out=one)),
         Problem("plain", "gate-up", "tn", lambda: ops.gemm(x, w.t()), gate_up),
         Problem("plain", "gate-up dgrad", "nn", lambda: ops.gemm(z, w), lambda: torch.mm(z, w, out=one)),
         Problem("plain", "gate-up wgrad", "nt", lambda: ops.gemm(z.t(), x), lambda: torch.mm(z.t(), x, out=dw)),

@@ -139,10 +139,14 @@ def manifest() -> list[Kernel]:
     activation = "programs/activation.hpp"
     add("rstd_act", "RstdAct", activation, ("tn",), (PINGPONG_128,))
     add("dact", "DAct", activation, ("nn",), (DSWIGLU_128,))
+    # LayerNorm's three have no measurements yet: dact_layer, residual_moments, layer_norm_backward.
+    add("dact_layer", "DActLayer", activation, ("nn",), (PINGPONG_128,))
     norm = "programs/norm.hpp"
     add("rstd", "RstdLinear", norm, ("tn",), (PINGPONG_192, PINGPONG_128))
     add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128,))
     add("norm_backward", "NormBackward", norm, ("nn",), (NORM_BACKWARD_128,))
+    add("residual_moments", "ResidualMoments", norm, ("tn",), (PINGPONG_128,))
+    add("layer_norm_backward", "LayerNormBackward", norm, ("nn",), (PINGPONG_128,))
     rope = "programs/rope.hpp"
     add("rstd_rope", "RstdRope<Pairing::kHeadHalves>", rope, ("tn",), (ROPE_32, ROPE_64, ROPE_128))
     add("rstd_qknorm_rope", "RstdQkNormRope", rope, ("tn",), (ROPE_64, ROPE_128))

@@ -4,11 +4,12 @@
 parameters. Only work with an epilogue is listed here. The head, with nothing around it, is a bare GEMM in either case and
 stays `F.linear`.
 
-A `next_norm` (an nn.RMSNorm) asks for the statistics of the result that this norm will need; "eager" has none.
+A norm is a module, nn.RMSNorm or nn.LayerNorm. A `next_norm` asks for the statistics of the result that this norm will need; "eager" has none.
 """
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import coda
 from coda.ops.mlp import mlp_residual
@@ -28,9 +29,35 @@ def rms_norm(x, weight, eps):
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
-def norm_qkv_rope(backend, x, norm_weight, eps, w_qkv, bias, rope, heads, stats):
-    """(x, q, k, v) with [q | k | v] = RMSNorm(x) w_qkv^T + b, q and k turned. heads: (num_heads, num_kv_heads, head_dim). rope: (cos, sin) from
-    `rope_tables`, [T, rotary_dim / 2] or [B, T, rotary_dim / 2]. stats: of x, or None."""
+def apply_norm(norm, x):
+    """norm(x) in x's dtype."""
+    if isinstance(norm, nn.RMSNorm):
+        return rms_norm(x, norm.weight, norm.eps)
+    return F.layer_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
+
+
+def kind_of(norm):
+    return "rms" if isinstance(norm, nn.RMSNorm) else "layer"
+
+
+def norm_options(norm):
+    """What coda's functions take beside the norm's weight."""
+    return dict(eps=norm.eps) | ({} if kind_of(norm) == "rms" else dict(norm="layer", norm_bias=norm.bias))
+
+
+def norm_qkv(backend, x, norm, w_qkv, bias, heads, stats):
+    """(x, q, k, v) with [q | k | v] = norm(x) w_qkv^T + b. heads, stats: as in `norm_qkv_rope`."""
+    num_heads, num_kv_heads, head_dim = heads
+    if backend == "coda":
+        x, qkv = coda.norm_linear(x, norm.weight, w_qkv, bias, stats=stats, **norm_options(norm))
+    else:
+        qkv = F.linear(apply_norm(norm, x), w_qkv, bias)
+    return x, *qkv.unflatten(-1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+
+
+def norm_qkv_rope(backend, x, norm, w_qkv, bias, head_norms, rope, heads, stats):
+    """`norm_qkv` with q and k turned, after the norms of their heads if there are any. heads: (num_heads, num_kv_heads, head_dim). head_norms: two
+    nn.RMSNorm, or (None, None). rope: (cos, sin) from `rope_tables`, [T, rotary_dim / 2] or [B, T, rotary_dim / 2]. stats: of x, or None."""
     num_heads, num_kv_heads, head_dim = heads
     cos, sin = rope
     if backend == "coda":
@@ -38,9 +65,11 @@ def norm_qkv_rope(backend, x, norm_weight, eps, w_qkv, bias, rope, heads, stats)
         if cos.dim() == 3:  # a table row for each token
             positions = torch.arange(cos.shape[0] * cos.shape[1], device=x.device).view(cos.shape[:2])
             cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
+        q_norm, k_norm = head_norms
+        qk_norm = {} if q_norm is None else dict(q_norm_weight=q_norm.weight, k_norm_weight=k_norm.weight, qk_norm_eps=q_norm.eps)
         return coda.norm_linear_rope(
             x,
-            norm_weight,
+            norm.weight,
             w_qkv,
             cos,
             sin,
@@ -49,11 +78,12 @@ def norm_qkv_rope(backend, x, norm_weight, eps, w_qkv, bias, rope, heads, stats)
             head_dim=head_dim,
             bias=bias,
             positions=positions,
-            eps=eps,
             stats=stats,
+            **norm_options(norm),
+            **qk_norm,
         )
-    qkv = F.linear(rms_norm(x, norm_weight, eps), w_qkv, bias).unflatten(-1, (-1, head_dim))
-    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    x, q, k, v = norm_qkv(backend, x, norm, w_qkv, bias, heads, stats)
+    q, k = (t if n is None else apply_norm(n, t) for t, n in zip((q, k), head_norms))
     return x, rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
@@ -66,27 +96,46 @@ def rotate(x, cos, sin):
 
 
 _GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh")}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+GATES = tuple(_GATES)
+_ACTIVATIONS = {"relu": F.relu, "relu2": lambda t: F.relu(t).square()} | _GATES
 
 
-def norm_mlp(backend, x, w_gate_up, w_down, *, norm_weight, eps, residual, activation, stats, next_norm):
-    """(residual + (act(gate) * up) w_down^T, statistics for next_norm or None), [gate | up] = RMSNorm(x; norm_weight) w_gate_up^T."""
+def norm_mlp(backend, x, w_gate_up, w_down, *, norm, residual, activation, stats, next_norm):
+    """(residual + (act(gate) * up) w_down^T, statistics for next_norm or None), [gate | up] = norm(x) w_gate_up^T."""
+    if backend == "coda" and any(n is not None and kind_of(n) != "rms" for n in (norm, next_norm)):
+        return _norm_layers(x, norm, w_gate_up, None, _GATED[activation], w_down, None, residual, stats, next_norm)
     if backend == "coda":
-        options = dict(norm_weight=norm_weight, eps=eps, activation=activation)
+        options = dict(norm_weight=norm.weight, eps=norm.eps, activation=activation)
         if residual is not x:
             return coda.fused_mlp_forward(x, w_gate_up, w_down, residual=residual, **options), None
         following = {} if next_norm is None else dict(next_norm_weight=next_norm.weight, next_eps=next_norm.eps)
         out = mlp_residual(x, w_gate_up, w_down, stats=stats, **options, **following)
         return out if following else (out, None)
-    gate, up = F.linear(rms_norm(x, norm_weight, eps), w_gate_up).chunk(2, dim=-1)
+    gate, up = F.linear(apply_norm(norm, x), w_gate_up).chunk(2, dim=-1)
     out = F.linear(_GATES[activation](gate) * up, w_down)
     return (out if residual is None else residual + out), None
 
 
-def linear(backend, x, weight, *, residual, next_norm):
-    """(x weight^T + residual, statistics for next_norm or None)."""
+def norm_plain_mlp(backend, x, w_up, up_bias, w_down, down_bias, *, norm, residual, activation, stats, next_norm):
+    """(residual + act(norm(x) w_up^T + up_bias) w_down^T + down_bias, statistics for next_norm or None)."""
+    if backend == "coda":
+        return _norm_layers(x, norm, w_up, up_bias, activation, w_down, down_bias, residual, stats, next_norm)
+    out = F.linear(_ACTIVATIONS[activation](F.linear(apply_norm(norm, x), w_up, up_bias)), w_down, down_bias)
+    return (out if residual is None else residual + out), None
+
+
+def _norm_layers(x, norm, w_up, up_bias, activation, w_down, down_bias, residual, stats, next_norm):
+    passed, y = coda.norm_linear(x, norm.weight, w_up, up_bias, activation=activation, stats=stats, **norm_options(norm))
+    return linear("coda", y, w_down, down_bias, residual=passed if residual is x else residual, next_norm=next_norm)
+
+
+def linear(backend, x, weight, bias=None, *, residual, next_norm):
+    """(x weight^T + bias + residual, statistics for next_norm or None)."""
     if backend == "coda":
         if residual is not None and next_norm is not None:
-            return coda.linear_residual(x, weight, residual, next_norm_weight=next_norm.weight, eps=next_norm.eps)
-        return coda.linear(x, weight, residual=residual), None
-    out = F.linear(x, weight)
+            options = dict(next_norm_weight=next_norm.weight, eps=next_norm.eps, next_norm=kind_of(next_norm))
+            return coda.linear_residual(x, weight, residual, bias=bias, **options)
+        return coda.linear(x, weight, bias, residual=residual), None
+    out = F.linear(x, weight, bias)
     return (out if residual is None else residual + out), None

@@ -16,10 +16,15 @@ class DecoderConfig:
     head_dim        width of one head, even; None: dim // num_heads
     ffn_dim         width F of the feed-forward layer, of the gate and of the up projection each
     rope_theta      base of the rotary frequencies
-    rotary_dim      how many columns of a head turn, even; None: head_dim
+    rotary_dim      how many columns of a head turn, even; None: head_dim; 0: no rotary embedding
     qkv_bias        a bias on the query, key and value projection
-    activation      of the gate: "silu" (SwiGLU), "gelu" or "gelu_tanh"
-    norm_eps        epsilon of every RMSNorm
+    qk_norm         an RMSNorm of each head of the queries and keys, before they turn
+    o_bias          a bias on the output projection of attention
+    mlp             "gated", or "plain": one up projection and no gate
+    mlp_bias        a bias on both projections of a plain feed-forward layer
+    activation      of the gate: "silu" (SwiGLU), "gelu" or "gelu_tanh"; of a plain layer also "relu" or "relu2" (its square)
+    norm            "rms" (nn.RMSNorm) or "layer" (nn.LayerNorm)
+    norm_eps        epsilon of every norm
     max_seq_len     longest sequence that `Decoder.forward` accepts
     tie_embeddings  use the embedding matrix as the output head too
 
@@ -36,7 +41,12 @@ class DecoderConfig:
     rope_theta: float = 10000.0
     rotary_dim: int | None = None
     qkv_bias: bool = False
+    qk_norm: bool = False
+    o_bias: bool = False
+    mlp: str = "gated"
+    mlp_bias: bool = False
     activation: str = "silu"
+    norm: str = "rms"
     norm_eps: float = 1e-6
     max_seq_len: int = 2048
     tie_embeddings: bool = True
@@ -61,18 +71,26 @@ class DecoderConfig:
 
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", self.head_dim)
-        self._require_positive_int("rotary_dim")
+        if self.rotary_dim != 0 or isinstance(self.rotary_dim, bool):
+            self._require_positive_int("rotary_dim")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             self._fail("rotary_dim", f"an even number, at most head_dim = {self.head_dim}")
-        if self.activation not in ("silu", "gelu", "gelu_tanh"):
+        for name, choices in (("mlp", ("gated", "plain")), ("norm", ("rms", "layer"))):
+            if getattr(self, name) not in choices:
+                self._fail(name, " or ".join(map(repr, choices)))
+        if self.mlp == "gated" and self.activation not in ("silu", "gelu", "gelu_tanh"):
             self._fail("activation", "'silu', 'gelu' or 'gelu_tanh'")
+        if self.activation not in ("relu", "relu2", "silu", "gelu", "gelu_tanh"):
+            self._fail("activation", "'relu', 'relu2', 'silu', 'gelu' or 'gelu_tanh'")
+        if self.mlp == "gated" and self.mlp_bias is True:
+            self._fail("mlp_bias", "False with mlp = 'gated'")
 
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and value > 0):
                 self._fail(name, "a positive finite number")
-        for name in ("qkv_bias", "tie_embeddings"):
+        for name in ("qkv_bias", "qk_norm", "o_bias", "mlp_bias", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 self._fail(name, "True or False")
 

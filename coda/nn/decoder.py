@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .backends import check_backend, rms_norm
-from .layers import TransformerBlock, rope_tables
+from .backends import apply_norm, check_backend
+from .layers import TransformerBlock, make_norm, rope_tables
 
 INIT_STD = 0.02
 
@@ -27,7 +27,7 @@ class Decoder(nn.Module):
         self.backend = check_backend(backend)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(TransformerBlock(config, backend=backend) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = make_norm(config.norm, config.dim, config.norm_eps)
         # A tied head reads the embedding where it is used; a second reference to it as a parameter of its own would
         # come apart in to_empty() and appear twice in the state_dict.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -59,12 +59,12 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         rope = rope_tables(positions, self.config.rotary_dim, self.config.rope_theta, like=x)
         stats = None
-        for block, following in zip(self.blocks, [*self.blocks[1:], None]):
-            if following is None:
-                x = block(x, rope=rope, stats=stats)
+        for block, next_norm in zip(self.blocks, [*(b.attention.deferred_norm for b in self.blocks[1:]), None]):
+            if next_norm is None:
+                x, stats = block(x, rope=rope, stats=stats), None
             else:
-                x, stats = block(x, rope=rope, stats=stats, next_norm=following.attention.norm)
-        x = rms_norm(x, self.norm.weight, self.norm.eps)
+                x, stats = block(x, rope=rope, stats=stats, next_norm=next_norm)
+        x = apply_norm(self.norm, x)
         logits = F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
         if targets is None:
             return logits

@@ -21,7 +21,7 @@ from coda.ops._common import (
     statistics_dtype,
     weight_gradient,
 )
-from coda.ops.norm import NormStats
+from coda.ops.norm import NormStats, check_norm, norm_statistics
 
 ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
 
@@ -133,13 +133,15 @@ def linear_residual(
     bias: Tensor | None = None,
     next_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    next_norm: str = "rms",
 ) -> Tensor | tuple[Tensor, NormStats]:
     """residual + a W^T + b, and with next_norm_weight what the norm that follows needs, from the same epilogue.
 
     Args:
         a: [..., K]; float32, float64, bfloat16 or float16. weight: [N, K]. residual: [..., N]. bias: [N]. All of one dtype and device (inside
             autocast, of any of these dtypes).
-        next_norm_weight: [N], the weight of the RMSNorm that reads the result, in its dtype or float32; eps of that norm.
+        next_norm_weight: [N], the weight of the norm that reads the result, in its dtype or float32; eps of that norm.
+        next_norm: "rms" or "layer", the kind of that norm.
 
     Returns:
         The sum [..., N], in a's dtype; with next_norm_weight a pair of it and a `NormStats`, to be handed to `coda.norm_linear` as stats beside
@@ -149,8 +151,11 @@ def linear_residual(
     Raises:
         TypeError, ValueError: an argument of another type, dtype, device or shape; it is named, with what was expected.
 
-    The squares are summed over the values as stored: rstd = rsqrt(mean(sum^2) + eps) is a function of the returned tensor alone.
+    The squares are summed over the values as stored: rstd = rsqrt(mean(sum^2) + eps) is a function of the returned tensor alone. So are mean and
+    rstd for a LayerNorm, whose variance is the mean of the squares less the square of the mean, in float32: where the mean is c deviations
+    from 0, rstd is off by about c^2 of float32's roundings.
     """
+    check_norm("next_norm", next_norm)
     check_tensor("a", a)
     check_tensor("weight", weight)
     check_tensor("residual", residual)
@@ -169,11 +174,16 @@ def linear_residual(
     inside, after = split_residual(a, residual)
     if after is not None:
         out = torch.ops.coda.linear(rows, weight, bias, None).view(shape) + after
-        h, rstd = torch.ops.coda.rms_norm_stats(as_rows(out.detach()), next_norm_weight.detach(), eps)
+        h, rstd, mean = norm_statistics(as_rows(out.detach()), next_norm_weight.detach(), eps, next_norm)
     else:
-        out, h, rstd = torch.ops.coda.linear_residual(rows, weight, bias, as_rows(residual), next_norm_weight.detach(), eps)
+        arguments = rows, weight, bias, as_rows(residual), next_norm_weight.detach(), eps
+        if next_norm == "layer":
+            out, h, rstd, mean = torch.ops.coda.linear_residual_moments(*arguments)
+        else:
+            out, h, rstd, mean = *torch.ops.coda.linear_residual(*arguments), None
         out = out.view(shape)
-    return out, NormStats.make(out, h.view(shape), rstd.view(shape[:-1]), next_norm_weight, eps)
+    mean = None if mean is None else mean.view(shape[:-1])
+    return out, NormStats.make(out, h.view(shape), rstd.view(shape[:-1]), next_norm_weight, eps, mean)
 
 
 @fake("coda::linear_residual")
@@ -181,6 +191,13 @@ def _(a, weight, bias, residual, next_norm_weight, eps):
     out = a.new_empty((a.shape[0], weight.shape[0]))
     h = a.new_empty((0,) if next_norm_weight is None else out.shape)
     return out, h, a.new_empty((a.shape[0],), dtype=statistics_dtype(a))
+
+
+@fake("coda::linear_residual_moments")
+def _(a, weight, bias, residual, next_norm_weight, eps):
+    out = a.new_empty((a.shape[0], weight.shape[0]))
+    h = a.new_empty((0,) if next_norm_weight is None else out.shape)
+    return out, h, *(a.new_empty((a.shape[0],), dtype=statistics_dtype(a)) for _ in range(2))
 
 
 def _residual_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -206,4 +223,5 @@ def _residual_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple:
     )
 
 
-torch.library.register_autograd("coda::linear_residual", _residual_backward, setup_context=_residual_setup)
+for _op in ("linear_residual", "linear_residual_moments"):
+    torch.library.register_autograd(f"coda::{_op}", _residual_backward, setup_context=_residual_setup)

@@ -1,4 +1,4 @@
-"""RMSNorm as side information of a tensor."""
+"""RMSNorm and LayerNorm as side information of a tensor."""
 from __future__ import annotations
 
 import dataclasses
@@ -7,15 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda.ops._common import as_rows, check_devices, check_optional_tensor, check_tensor, fake, statistics_dtype, weight_gradient
+from coda.ops._common import (
+    as_rows,
+    check_devices,
+    check_optional_tensor,
+    check_tensor,
+    fake,
+    no_second_derivative,
+    once,
+    statistics_dtype,
+    weight_gradient,
+)
+
+NORMS = {"rms": "an RMSNorm", "layer": "a LayerNorm"}
+
+
+def check_norm(name: str, norm: str) -> None:
+    if norm not in NORMS:
+        raise ValueError(f"{name} is {norm!r}, expected one of {', '.join(map(repr, NORMS))}")
 
 
 @dataclasses.dataclass(frozen=True)
 class NormStats:
-    """What the epilogue that made a tensor x left for the norm that follows: h = x * norm_weight and rstd = rsqrt(mean(x^2) + eps).
+    """What the epilogue that made a tensor x left for the norm that follows: h = x * norm_weight and rstd = rsqrt(mean(x^2) + eps); for a LayerNorm
+    the mean of each row, and rstd = rsqrt(variance(x) + eps).
 
-    Side information without a gradient: whoever uses it differentiates the whole norm (coda.norm_linear). It belongs to one tensor, one norm
-    weight and one eps; `check` raises for any other.
+    Side information without a gradient: whoever uses it differentiates the whole norm (coda.norm_linear). It belongs to one tensor, one kind of
+    norm, one norm weight and one eps; `check` raises for any other.
     """
 
     h: Tensor
@@ -24,15 +42,24 @@ class NormStats:
     norm_weight: Tensor | None
     eps: float
     versions: tuple[int, int]
+    mean: Tensor | None = None  # of a LayerNorm
 
     @classmethod
-    def make(cls, of: Tensor, h: Tensor, rstd: Tensor, norm_weight: Tensor | None, eps: float) -> "NormStats":
-        return cls(h, rstd, of, norm_weight, eps, (_version(of), _version(norm_weight)))
+    def make(
+        cls, of: Tensor, h: Tensor, rstd: Tensor, norm_weight: Tensor | None, eps: float, mean: Tensor | None = None
+    ) -> "NormStats":
+        return cls(h, rstd, of, norm_weight, eps, (_version(of), _version(norm_weight)), mean)
 
-    def check(self, x: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+    @property
+    def norm(self) -> str:
+        return "rms" if self.mean is None else "layer"
+
+    def check(self, x: Tensor, norm_weight: Tensor | None, eps: float, norm: str = "rms") -> None:
         """Raises ValueError unless these are the statistics of x, as it is now, for that norm."""
         if x is not self.of:
             raise ValueError("stats were made for another tensor than x, expected those that came with x itself")
+        if norm != self.norm:
+            raise ValueError(f"stats were made for {NORMS[self.norm]}, expected those for {NORMS[norm]}, made with next_norm={norm!r}")
         if norm_weight is not self.norm_weight:
             raise ValueError("stats were made with another norm weight than norm_weight, expected the next_norm_weight of the call that made them")
         if eps != self.eps:
@@ -109,9 +136,13 @@ torch.library.register_autograd("coda::rms_norm_stats", _backward, setup_context
 
 def norm_gradient(dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w):
     """(dx, dnorm_weight, dw) of rstd (x norm_weight) W^T from dz, the gradient of the product before it is scaled, and the correction
-    rstd^2 S / D (programs/norm.hpp in csrc); dx with the gradient `incoming` on the residual stream added. dw is that of [w; w_up]."""
+    rstd^2 S / D (programs/norm.hpp in csrc); dx with the gradient `incoming` on the residual stream added. dw is that of [w; w_up]. Without a
+    correction there is no norm."""
     dx = dnorm = dw = h = None
-    if need_x or need_norm:
+    if correction is None:
+        if need_x:
+            dx = torch.ops.coda.gemm(dz, w if w_up is None else torch.cat((w, w_up)), None, incoming)
+    elif need_x or need_norm:
         want_h = need_w and norm_weight is not None
         dx, h, dnorm = torch.ops.coda.norm_backward(dz, w, w_up, x, norm_weight, correction, incoming, want_h, need_norm)
         dx, h, dnorm = (t if wanted else None for t, wanted in ((dx, need_x), (h, want_h), (dnorm, need_norm)))
@@ -120,6 +151,74 @@ def norm_gradient(dz, correction, x, norm_weight, w, w_up, incoming, need_x, nee
             h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
         dw = torch.ops.coda.gemm(dz.t(), h) if w_up is not None else weight_gradient(w, dz.t(), h)
     return dx, dnorm, dw
+
+
+def norm_statistics(rows: Tensor, norm_weight: Tensor | None, eps: float, norm: str) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """(h or None without a norm weight, rstd, mean of a LayerNorm) of rows [M, D], in a pass over them; nothing is recorded."""
+    with torch.no_grad():
+        if norm == "layer":
+            h, rstd, mean = torch.ops.coda.layer_norm_stats(rows, norm_weight, None, eps, False)
+        else:
+            h, rstd, mean = *torch.ops.coda.rms_norm_stats(rows, norm_weight, eps), None
+    return (None if norm_weight is None else h), rstd, mean
+
+
+def layer_gradient(dz, correction, offset, x, norm_weight, norm_bias, rstd, mean, w, incoming, need_x, need_norm, need_w):
+    """`norm_gradient` for a LayerNorm. What the weight gradient reads is (x - mean) norm_weight + norm_bias / rstd (programs/norm.hpp in csrc)."""
+    dx = dnorm = dw = h = None
+    if need_x or need_norm:
+        dx, h, dnorm = torch.ops.coda.layer_norm_backward(
+            dz, w, x, norm_weight, norm_bias, rstd, mean, correction, offset, incoming, need_w, need_norm
+        )
+        dx, dnorm = (t if wanted else None for t, wanted in ((dx, need_x), (dnorm, need_norm)))
+    elif need_w:
+        h = x.to(rstd.dtype) - mean.unsqueeze(1)
+        h = h if norm_weight is None else h * norm_weight
+        h = (h if norm_bias is None else h + norm_bias / rstd.unsqueeze(1)).to(x.dtype)
+    if need_w:
+        dw = weight_gradient(w, dz.t(), h)
+    return dx, dnorm, dw
+
+
+class LayerNorm(torch.autograd.Function):
+    """LayerNorm(x) of rows, rounded once: for products whose epilogue has no room for the mean."""
+
+    @staticmethod
+    def forward(ctx: Any, public, x, norm_weight, norm_bias, eps):
+        h, rstd, mean = torch.ops.coda.layer_norm_stats(x, norm_weight, norm_bias, eps, True)
+        ctx.save_for_backward(x, norm_weight, norm_bias, rstd, mean)
+        ctx.public = public
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, dh):
+        x, norm_weight, norm_bias, rstd, mean = ctx.saved_tensors
+        _, need_x, need_norm, need_norm_bias, _ = ctx.needs_input_grad
+        wide, dx, dnorm = dh.to(rstd.dtype), None, None
+        n = (x.to(rstd.dtype) - mean.unsqueeze(1)) * rstd.unsqueeze(1)
+        if need_x:
+            dn = wide if norm_weight is None else wide * norm_weight
+            dx = (rstd.unsqueeze(1) * (dn - dn.mean(1, keepdim=True) - n * (dn * n).mean(1, keepdim=True))).to(x.dtype)
+        if need_norm:
+            dnorm = (wide * n).sum(0).to(norm_weight.dtype)
+        dnorm_bias = wide.sum(0).to(norm_bias.dtype) if need_norm_bias else None
+        return None, *once(ctx.public, (dx, dnorm, dnorm_bias), dh, x, norm_weight, norm_bias), None
+
+
+@fake("coda::layer_norm_stats")
+def _(x, norm_weight, norm_bias, eps, normalised):
+    h = x.new_empty((x.shape[0], x.shape[1]) if normalised or norm_weight is not None else (0,))
+    return h, *(x.new_empty((x.shape[0],), dtype=statistics_dtype(x)) for _ in range(2))
+
+
+@fake("coda::layer_norm_backward")
+def _(dz, weight, x, norm_weight, norm_bias, rstd, mean, correction, offset, incoming, want_h, want_dnorm):
+    norm = x if norm_weight is None else norm_weight
+    return x.new_empty((x.shape[0], x.shape[1])), x.new_empty(x.shape if want_h else (0,)), norm.new_empty((x.shape[1],) if want_dnorm else (0,))
+
+
+for _op in ("layer_norm_stats", "layer_norm_backward"):
+    no_second_derivative(f"coda::{_op}", "coda.norm_linear")
 
 
 @fake("coda::norm_backward")

@@ -1,4 +1,4 @@
-"""A linear layer behind an RMSNorm: the norm's scale, the bias, the activation or the rotary embedding run in the product's epilogue.
+"""A linear layer behind an RMSNorm or a LayerNorm: the norm's scale, the bias, the activation or the rotary embedding run in the product's epilogue.
 
 The functions return x itself beside the result. Used from then on instead of x, it brings the gradient of the residual stream to the place
 where the norm's gradient is formed, and the two are added in one epilogue. They are autograd functions rather than torch operators because an
@@ -28,7 +28,7 @@ from coda.ops._common import (
     statistics_dtype,
 )
 from coda.ops.linear import ACTIVATIONS
-from coda.ops.norm import NormStats, norm_gradient
+from coda.ops.norm import LayerNorm, NormStats, check_norm, layer_gradient, norm_gradient, norm_statistics
 
 _GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 _PLAIN = {None: "identity"} | {name: name for name in ACTIVATIONS}
@@ -43,8 +43,10 @@ def norm_linear(
     eps: float = 1e-6,
     activation: str | None = None,
     stats: NormStats | None = None,
+    norm_bias: Tensor | None = None,
+    norm: str = "rms",
 ) -> tuple[Tensor, Tensor]:
-    """(x, y) with y = act(RMSNorm(x; norm_weight) W^T + b).
+    """(x, y) with y = act(RMSNorm(x; norm_weight) W^T + b), or LayerNorm(x; norm_weight, norm_bias) in its place.
 
     Args:
         x: [..., D]; float32, float64, bfloat16 or float16.
@@ -53,33 +55,46 @@ def norm_linear(
         eps: of the norm.
         activation: None, "relu", "relu2" (its square), "silu", "gelu" (erf), "gelu_tanh", or gated: "swiglu", "geglu", "geglu_tanh".
         stats: the statistics that came with x from `coda.linear_residual`. None: they are computed here, in a pass over x.
+        norm: "rms" or "layer". norm_bias: [D] in x's dtype or float32, for "layer".
 
     Returns:
         x, and y [..., N] (gated: [..., F]), in x's dtype. Use the returned x, not the argument, for the residual stream: its gradient is then added
-        inside the epilogue that forms the gradient of the norm. Differentiable once in x, norm_weight, weight and bias.
+        inside the epilogue that forms the gradient of the norm. Differentiable once in x, norm_weight, norm_bias, weight and bias.
 
     Raises:
-        TypeError, ValueError: an argument of another type, dtype, device or shape, or stats of another tensor, norm weight or eps.
+        TypeError, ValueError: an argument of another type, dtype, device or shape, or stats of another tensor, kind of norm, norm weight or eps.
         NotImplementedError: when a second derivative is asked for.
 
-    The norm is deferred: rstd ((x norm_weight) W^T) (programs/norm.hpp in csrc; Zhang and Sennrich, arXiv:1910.07467).
+    The norm is deferred: rstd ((x norm_weight) W^T) (programs/norm.hpp in csrc; Zhang and Sennrich, arXiv:1910.07467), for a LayerNorm
+    rstd ((x norm_weight) W^T - mean u) + v with u = W norm_weight and v = W norm_bias + b in float32 (Ba, Kiros and Hinton, arXiv:1607.06450).
+    There x norm_weight is rounded before the mean is taken out: beside a LayerNorm that is rounded after, the product's input is off by about
+    sqrt(1 + (mean / deviation)^2) times as much, and y and the gradients by up to that: in bfloat16 with a mean of ten deviations, y by four
+    times as much. A gated activation, whose epilogue has no such term,
+    reads a LayerNorm that a pass over x has written.
     """
     check_activation(activation, [*_PLAIN, *_GATED])
     gated = activation in _GATED
     w, w_up = split_pair("weight", weight) if gated else (check_tensor("weight", weight), None)
     if gated and bias is not None:
         raise ValueError(f"bias is a tensor, expected None with activation {activation!r}")
-    given, x, (w, *up, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, **named_pair("weight", w, w_up), bias=bias)
+    options = dict(norm_bias=norm_bias, norm=norm, defer=not gated)
+    given, x, (w, *up, bias), rows, h, rstd, mean = _prepare(x, norm_weight, eps, stats, **options, **named_pair("weight", w, w_up), bias=bias)
     w_up = up[0] if up else None
     if gated:
         check_pair("weight", w, w_up)
     out_features = w.shape[0] if not gated or w_up is not None else w.shape[0] // 2
     act = _GATED[activation] if gated else _PLAIN[activation]
-    if needs_grad(x, norm_weight, w, w_up, bias):
+    norm_weight = None if rstd is None else norm_weight  # else the rows are normalised
+    wanted = needs_grad(rows, norm_weight, norm_bias, w, w_up, bias)
+    if mean is not None and wanted:
+        passed, y = _LayerLinear.apply(rows, h, rstd, mean, norm_weight, norm_bias, w, bias, act)
+    elif mean is not None:
+        passed, y = rows, torch.ops.coda.layer_act(rows if h is None else h, rstd, mean, w, bias, norm_weight, norm_bias, act, False)[0]
+    elif wanted:
         passed, y = _NormLinear.apply(rows, h, rstd, norm_weight, w, w_up, bias, act, gated)
     else:
         passed, y = rows, _forward(rows if h is None else h, rstd, w, w_up, bias, act, gated, False)[0]
-    return _passed(given, x, passed), y.view(*x.shape[:-1], out_features)
+    return _passed(given, x, None if rstd is None else passed), y.view(*x.shape[:-1], out_features)
 
 
 def norm_linear_rope(
@@ -100,9 +115,11 @@ def norm_linear_rope(
     qk_norm_eps: float | None = None,
     eps: float = 1e-6,
     stats: NormStats | None = None,
+    norm_bias: Tensor | None = None,
+    norm: str = "rms",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x, q, k, v) with [q | k | v] = RMSNorm(x; norm_weight) w_qkv^T + b, q and k turned by their positions, after an RMSNorm of each of their heads
-    if q_norm_weight and k_norm_weight are given (QK-norm).
+    """(x, q, k, v) with [q | k | v] = RMSNorm(x; norm_weight) w_qkv^T + b, or LayerNorm(x; norm_weight, norm_bias), q and k turned by their positions;
+    before that each of their heads has an RMSNorm of its own if q_norm_weight and k_norm_weight are given (QK-norm).
 
     Args:
         x: [B, T, D]; float32, float64, bfloat16 or float16.
@@ -112,11 +129,11 @@ def norm_linear_rope(
         positions: int64 or int32, [T] or [B, T], the row of the tables for each token, each in [0, P). None: 0 .. T-1.
         interleaved: pairs are columns (2c, 2c+1) of a head instead of (c, c + rotary_dim / 2).
         q_norm_weight, k_norm_weight: [head_dim], both of x's dtype or both float32; both or neither. qk_norm_eps: of these norms; None: eps.
-        eps, stats: as in `norm_linear`.
+        eps, stats, norm, norm_bias: as in `norm_linear`; a LayerNorm is written by a pass over x.
 
     Returns:
         x (see `norm_linear`); q [B, T, num_heads, head_dim], k and v [B, T, num_kv_heads, head_dim]: views of one buffer, in x's dtype.
-        Differentiable once in x, norm_weight, w_qkv, bias and the weights of the QK-norm, not in cos and sin.
+        Differentiable once in x, the weights and biases, not in cos and sin.
 
     Raises:
         As `norm_linear`. Positions outside the tables are not checked on a GPU: that would wait for the device.
@@ -127,12 +144,14 @@ def norm_linear_rope(
     if x.dim() != 3:
         raise ValueError(f"x has shape {list(x.shape)}, expected 3 dimensions (B, T, D)")
     check_tensor("w_qkv", w_qkv)
-    given, x, (w, bias), rows, h, rstd = _prepare(x, norm_weight, eps, stats, w_qkv=w_qkv, bias=bias)
+    options = dict(norm_bias=norm_bias, norm=norm, defer=False, public="coda.norm_linear_rope")
+    given, x, (w, bias), rows, h, rstd, _ = _prepare(x, norm_weight, eps, stats, **options, w_qkv=w_qkv, bias=bias)
+    norm_weight = None if rstd is None else norm_weight
     rope = rope_arguments(x, w, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
     norms = check_head_norms(x, q_norm_weight, k_norm_weight)
     norm_numbers = eps if qk_norm_eps is None else qk_norm_eps, num_heads * head_dim
     heads = (num_heads, num_kv_heads)
-    if needs_grad(x, norm_weight, w, bias, *norms):
+    if needs_grad(rows, norm_weight, w, bias, *norms):
         # Dynamo loses the gradients of outputs that are views of one buffer (torch 2.11), so it gets the buffer.
         split = not torch.compiler.is_compiling()
         passed, *out = _NormRope.apply(rows, h, rstd, norm_weight, w, bias, *norms, norm_numbers, rope, heads, tuple(x.shape[:2]), split)
@@ -140,7 +159,7 @@ def norm_linear_rope(
     else:
         passed, qkv = rows, rope_forward(rows if h is None else h, rstd, w, bias, norms, norm_numbers, rope, False)[0]
         q, k, v = split_heads(qkv, heads, head_dim, x.shape[:2])
-    return _passed(given, x, passed), q, k, v
+    return _passed(given, x, None if rstd is None else passed), q, k, v
 
 
 def check_head_norms(x: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -194,32 +213,38 @@ def split_heads(qkv: Tensor, heads: tuple[int, int], head_dim: int, shape: Seque
     )
 
 
-def _prepare(x, norm_weight, eps, stats, **others):
-    """Checks, casts for autocast, and statistics: (x as given, x, others, rows of x, h or None without a norm weight, rstd)."""
+def _prepare(x, norm_weight, eps, stats, *, norm_bias, norm, defer, public="coda.norm_linear", **others):
+    """Checks, casts for autocast, and statistics: (x as given, x, others, rows of x, h or None without a norm weight, rstd, mean of a LayerNorm).
+    Without `defer` a LayerNorm is done here: rows are normalised, and there is neither h nor rstd."""
+    check_norm("norm", norm)
     check_tensor("x", x)
     check_optional_tensor("norm_weight", norm_weight)
+    check_optional_tensor("norm_bias", norm_bias)
+    if norm == "rms" and norm_bias is not None:
+        raise ValueError("norm_bias is a tensor, expected None with norm 'rms'")
     for name, t in others.items():
         check_optional_tensor(name, t)
-    check_devices(x, norm_weight=norm_weight, **others)
+    check_devices(x, norm_weight=norm_weight, norm_bias=norm_bias, **others)
     if stats is not None:
         if not isinstance(stats, NormStats):
             raise TypeError(f"stats is {type(stats).__name__}, expected the coda.NormStats that came with x")
-        stats.check(x, norm_weight, eps)
+        stats.check(x, norm_weight, eps, norm)
     given = x
     x, *cast = cast_for_autocast(x, x, *others.values())
     rows = check_weights("x", x, **dict(zip(others, cast)))
+    if norm == "layer" and not defer:
+        return given, x, cast, LayerNorm.apply(public, rows, norm_weight, norm_bias, eps), None, None, None
     if stats is not None and x is given:
         h, rstd = stats.rows
+        mean = None if stats.mean is None else stats.mean.reshape(-1)
     else:
-        with torch.no_grad():
-            h, rstd = torch.ops.coda.rms_norm_stats(rows, norm_weight, eps)
-        h = None if norm_weight is None else h
-    return given, x, cast, rows, h, rstd
+        h, rstd, mean = norm_statistics(rows, norm_weight, eps, norm)
+    return given, x, cast, rows, h, rstd, mean
 
 
-def _passed(given: Tensor, x: Tensor, rows: Tensor) -> Tensor:
-    """The x to return: what went through the function, unless it had to be cast."""
-    return rows.view(x.shape) if x is given else given
+def _passed(given: Tensor, x: Tensor, rows: Tensor | None) -> Tensor:
+    """The x to return: what went through the function, unless it had to be cast or nothing did."""
+    return rows.view(x.shape) if x is given and rows is not None else given
 
 
 def _forward(h, rstd, w, w_up, bias, act, gated, save):
@@ -262,6 +287,7 @@ class _NormLinear(torch.autograd.Function):
             dz, _, correction = torch.ops.coda.dglu(dy, None, z, rstd, ctx.act, width, False)
         else:
             dz, _, correction, dbias = torch.ops.coda.dact(dy, None, z, rstd, bias, ctx.act, width, False)
+        correction = None if rstd is None else correction
         dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w or need_up)
         dup = None
         if w_up is not None and dw is not None:
@@ -270,6 +296,36 @@ class _NormLinear(torch.autograd.Function):
         dbias = dbias if need_bias else None
         dx, dnorm, dw, dup, dbias = once("coda.norm_linear", (dx, dnorm, dw, dup, dbias), dy, incoming, x, norm_weight, w, w_up, bias)
         return dx, None, None, dnorm, dw, dup, dbias, None, None
+
+
+class _LayerLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, h, rstd, mean, norm_weight, norm_bias, w, bias, act):
+        y, z, u, v = torch.ops.coda.layer_act(x if h is None else h, rstd, mean, w, bias, norm_weight, norm_bias, act, True)
+        ctx.save_for_backward(x, rstd, mean, norm_weight, norm_bias, w, bias, y if act == "identity" else z, u, v)
+        ctx.act = act
+        ctx.set_materialize_grads(False)
+        passed = x.view_as(x)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(passed)
+        return passed, y
+
+    @staticmethod
+    def backward(ctx: Any, incoming, dy):
+        x, rstd, mean, norm_weight, norm_bias, w, bias, z, u, v = ctx.saved_tensors
+        need_x, _, _, _, need_norm, need_norm_bias, need_w, need_bias = ctx.needs_input_grad[:8]
+        if dy is None:
+            return incoming, *[None] * 8
+        want_sums = need_bias or need_norm_bias
+        dz, _, correction, offset, dv = torch.ops.coda.dact_layer(dy, None, z, rstd, u, v, ctx.act, x.shape[1], False, want_sums)
+        dx, dnorm, dw = layer_gradient(
+            dz, correction, offset, x, norm_weight, norm_bias, rstd, mean, w, incoming, need_x, need_norm, need_w
+        )
+        dnorm_bias = torch.mv(w.t().to(dv.dtype), dv).to(norm_bias.dtype) if need_norm_bias else None
+        dbias = dv.to(bias.dtype) if need_bias else None
+        gradients = dx, dnorm, dnorm_bias, dw, dbias
+        dx, dnorm, dnorm_bias, dw, dbias = once("coda.norm_linear", gradients, dy, incoming, x, norm_weight, norm_bias, w, bias)
+        return dx, None, None, None, dnorm, dnorm_bias, dw, dbias, None
 
 
 class _NormRope(torch.autograd.Function):
@@ -303,6 +359,7 @@ class _NormRope(torch.autograd.Function):
             dz, correction, dbias, dq_norm, dk_norm = torch.ops.coda.qknorm_rope_backward(
                 *heads, product, qkv, rstd, bias, q_norm, k_norm, *ctx.norm_numbers, *rope
             )
+        correction = None if rstd is None else correction
         dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
         small = (t if wanted else None for t, wanted in ((dbias, need_bias), (dq_norm, need_q), (dk_norm, need_k)))
         depends = *gradients, incoming, x, norm_weight, w, bias, q_norm, k_norm
@@ -314,6 +371,24 @@ class _NormRope(torch.autograd.Function):
 def _(h, rstd, weight, bias, activation, store_preactivation):
     store = store_preactivation and activation != "identity"
     return h.new_empty((h.shape[0], weight.shape[0])), h.new_empty((h.shape[0], weight.shape[0]) if store else (0,))
+
+
+@fake("coda::layer_act")
+def _(h, rstd, mean, weight, bias, norm_weight, norm_bias, activation, store_preactivation):
+    store = store_preactivation and activation != "identity"
+    vectors = (h.new_empty((weight.shape[0],), dtype=statistics_dtype(h)) for _ in range(2))
+    return h.new_empty((h.shape[0], weight.shape[0])), h.new_empty((h.shape[0], weight.shape[0]) if store else (0,)), *vectors
+
+
+@fake("coda::dact_layer")
+def _(dy, w_down, preactivation, rstd, u, v, activation, width, want_value, want_dbias):
+    shape, statistics = preactivation.shape, dict(dtype=statistics_dtype(dy))
+    return (
+        dy.new_empty(shape),
+        dy.new_empty(shape if want_value else (0,)),
+        *(dy.new_empty((shape[0],), **statistics) for _ in range(2)),
+        dy.new_empty((shape[1],) if want_dbias else (0,), **statistics),
+    )
 
 
 @fake("coda::dact")
@@ -357,5 +432,6 @@ def _(dq, dk, dv, product, y, rstd, bias, q_norm, k_norm, norm_eps, query_column
     )
 
 
-for _op in ("rstd_act", "dact", "rstd_rope", "rope_backward", "rstd_qknorm_rope", "qknorm_rope_backward", "norm_backward"):
+_OPERATORS = "rstd_act", "dact", "layer_act", "dact_layer", "rstd_rope", "rope_backward", "rstd_qknorm_rope", "qknorm_rope_backward", "norm_backward"
+for _op in _OPERATORS:
     no_second_derivative(f"coda::{_op}", "coda.norm_linear")

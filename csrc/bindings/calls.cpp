@@ -48,6 +48,23 @@ void set_rotation(Launch& launch, RopeArguments const& rope) {
   if (get(rope.positions)) launch.positions = *get(rope.positions);
 }
 
+std::tuple<at::Tensor, at::Tensor> moments_from_partials(at::Tensor const& squares, at::Tensor const& values, std::int64_t m, std::int64_t width,
+                                                         double eps) {
+  if (!values.is_cpu()) return cuda::moments_from_partials(squares, values, m, width, eps);
+  note("cpu", "");
+  auto const mean_of = [&](at::Tensor const& t) { return t.sum(at::IntArrayRef{0}).narrow(0, 0, m) / double(width); };
+  at::Tensor const mean = mean_of(values);
+  return {at::rsqrt((mean_of(squares) - mean.square()).clamp_min(0) + eps), mean};
+}
+
+std::tuple<at::Tensor, at::Tensor> layer_correction_from_partials(at::Tensor const& dots, at::Tensor const& direction_dots, std::int64_t m,
+                                                                  at::Tensor const& rstd, std::int64_t width) {
+  if (!dots.is_cpu()) return cuda::layer_correction_from_partials(dots, direction_dots, m, rstd, width);
+  note("cpu", "");
+  auto const mean_of = [&](at::Tensor const& t) { return t.sum(at::IntArrayRef{0}).narrow(0, 0, m) / double(width); };
+  return {mean_of(dots) * rstd.square(), -mean_of(direction_dots) * rstd};
+}
+
 double number(ActivationKind kind) { return double(int(kind)); }
 
 }  // namespace
@@ -218,6 +235,67 @@ NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor
   run<NormBackward>(launch);
   if (want_dgamma) result.dgamma = sum_groups(launch.sinks[NormBackward::kDgamma], d, get(gamma)->scalar_type());
   return result;
+}
+
+LinearResidualResult linear_residual_moments(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,
+                                             OptionalTensor const& gamma, double eps) {
+  if (use_eager(a)) return eager::linear_residual_moments(a, w, bias, residual, gamma, eps);
+  std::int64_t const m = a.size(0), n = w.size(0);
+  LinearResidualResult result{empty_rows(a, n), get(gamma) ? empty_rows(a, n) : at::Tensor(), {}, {}};
+  Launch launch{"residual_moments", a, w, {}, {residual, bias, gamma}, {result.out, result.h, wanted_partials(a), wanted_partials(a)}};
+  run<ResidualMoments>(launch);
+  std::tie(result.rstd, result.mean) =
+      moments_from_partials(launch.sinks[ResidualMoments::kSquares], launch.sinks[ResidualMoments::kValues], m, n, eps);
+  return result;
+}
+
+LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias) {
+  if (!w.is_cpu() && !use_eager(w)) return cuda::layer_vectors(w, norm, bias);
+  if (w.is_cpu()) note("cpu", "");
+  return eager::layer_vectors(w, norm, bias);
+}
+
+ActivationResult layer_act(at::Tensor const& h, LayerNorm const& norm, at::Tensor const& w, LayerVectors const& vectors, ActivationKind kind, bool store) {
+  if (use_eager(h)) return eager::layer_act(h, norm, w, vectors, kind, store);
+  ActivationResult result{empty_rows(h, w.size(0)), {}};
+  if (store && kind != ActivationKind::kIdentity) result.preactivation = at::empty_like(result.value);
+  Launch launch{"rstd_act", h, w, {}, {norm.rstd, vectors.v, number(kind), norm.mean, vectors.u}, {result.value, result.preactivation}};
+  run<RstdAct>(launch);
+  return result;
+}
+
+ActivationGradient dact_layer(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, LayerNorm const& norm,
+                              LayerVectors const& vectors, ActivationKind kind, std::int64_t width, bool want_value, bool want_dbias) {
+  if (use_eager(dy)) return eager::dact_layer(dy, w_down, preactivation, norm, vectors, kind, width, want_value, want_dbias);
+  std::int64_t const m = dy.size(0), n = preactivation.size(1);
+  ActivationGradient result{empty_rows(dy, n), want_value ? empty_rows(dy, n) : at::Tensor(), {}, {}, {}};
+  Launch launch{"dact_layer", dy, get(w_down) ? get(w_down)->t() : at::Tensor(), {},
+                {preactivation, norm.rstd, vectors.v, number(kind), vectors.u},
+                {result.dz, result.value, wanted_partials(dy), want_dbias ? wanted_partials(dy) : at::Tensor(), wanted_partials(dy)}};
+  run<DActLayer>(launch);
+  std::tie(result.correction, result.offset) =
+      layer_correction_from_partials(launch.sinks[DActLayer::kRowDot], launch.sinks[DActLayer::kDirectionDot], m, norm.rstd, width);
+  if (want_dbias) result.dbias = sum_groups(launch.sinks[DActLayer::kDconstant], n, statistics_type(dy));
+  return result;
+}
+
+NormGradient layer_norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, LayerNorm const& norm, at::Tensor const& correction,
+                                 at::Tensor const& offset, OptionalTensor const& incoming, bool want_h, bool want_dgamma) {
+  if (use_eager(dz)) return eager::layer_norm_backward(dz, w, x, norm, correction, offset, incoming, want_h, want_dgamma);
+  std::int64_t const d = w.size(1);
+  NormGradient result{empty_rows(dz, d), want_h ? empty_rows(dz, d) : at::Tensor(), {}};
+  at::Tensor const rstd = get(norm.beta) ? norm.rstd : at::Tensor();
+  Launch launch{"layer_norm_backward", dz, w.t(), {}, {incoming, x, norm.gamma, correction, offset, norm.mean, norm.beta, rstd},
+                {result.dx, result.h, want_dgamma ? wanted_partials(dz) : at::Tensor()}};
+  run<LayerNormBackward>(launch);
+  if (want_dgamma) result.dgamma = sum_groups(launch.sinks[LayerNormBackward::kDgamma], d, get(norm.gamma)->scalar_type());
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised) {
+  if (!x.is_cpu() && !use_eager(x)) return cuda::layer_stats(x, norm, eps, normalised);
+  if (x.is_cpu()) note("cpu", "");
+  return eager::layer_stats(x, norm, eps, normalised);
 }
 
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {

@@ -27,6 +27,18 @@ struct LinearResidualResult {
   at::Tensor out;   // [M, N]
   at::Tensor h;     // out * gamma; undefined without gamma, where it is out itself
   at::Tensor rstd;  // [M]
+  at::Tensor mean;  // [M]; undefined for an RMSNorm
+};
+
+// The parameters of a LayerNorm, and its statistics of the rows at hand.
+struct LayerNorm {
+  OptionalTensor gamma, beta;
+  at::Tensor rstd = {}, mean = {};
+};
+
+// What they come to behind a product with w, in the statistics type: u = w gamma, v = w beta + bias, and y = rstd (h w^T - mean u) + v.
+struct LayerVectors {
+  at::Tensor u, v;  // [N]
 };
 
 struct ActivationResult {
@@ -40,6 +52,7 @@ struct ActivationGradient {
   at::Tensor value;       // the activation, recomputed; undefined if not wanted
   at::Tensor correction;  // [M], rstd^2 S / D of programs/norm.hpp
   at::Tensor dbias;       // [N] in the dtype of the bias; undefined without one
+  at::Tensor offset;      // [M], -rstd T / D; of a LayerNorm
 };
 
 struct NormGradient {
@@ -104,6 +117,23 @@ struct QkNormGradient {
   /* Of dn = dz w: dx = incoming + gamma dn - correction x */                                                                              \
   NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, OptionalTensor const& gamma,                  \
                              at::Tensor const& correction, OptionalTensor const& incoming, bool want_h, bool want_dgamma);                 \
+  /* linear_residual for a LayerNorm */                                                                                                    \
+  LinearResidualResult linear_residual_moments(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias,                       \
+                                               at::Tensor const& residual, OptionalTensor const& gamma, double eps);                       \
+  LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias);                                      \
+  /* act(rstd (h w^T - mean u) + v) */                                                                                                     \
+  ActivationResult layer_act(at::Tensor const& h, LayerNorm const& norm, at::Tensor const& w, LayerVectors const& vectors,                 \
+                             ActivationKind kind, bool store_preactivation);                                                               \
+  /* Gradient of it; dbias is that of v */                                                                                                 \
+  ActivationGradient dact_layer(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation,                       \
+                                LayerNorm const& norm, LayerVectors const& vectors, ActivationKind kind, std::int64_t width,               \
+                                bool want_value, bool want_dbias);                                                                         \
+  /* Of dn = dz w: dx = incoming + gamma dn - correction (x - mean) + offset; h is (x - mean) gamma + beta / rstd */                       \
+  NormGradient layer_norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, LayerNorm const& norm,                  \
+                                   at::Tensor const& correction, at::Tensor const& offset, OptionalTensor const& incoming, bool want_h,    \
+                                   bool want_dgamma);                                                                                      \
+  /* h, rstd and mean: h = x gamma (undefined without gamma), or normalised (x - mean) rstd gamma + beta */                                \
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised);     \
   /* h (undefined without a weight) and rstd */                                                                                            \
   std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);
 
@@ -132,6 +162,12 @@ std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor
 at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps);
 at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, OptionalTensor const& rstd, std::int64_t width);
 at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType dtype);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised);
+LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias);
+// (rstd, mean) of the partial sums of x^2 and x, and (correction, offset) of those of dy (y - v) and dy u.
+std::tuple<at::Tensor, at::Tensor> moments_from_partials(at::Tensor const& squares, at::Tensor const& values, std::int64_t m, std::int64_t width, double eps);
+std::tuple<at::Tensor, at::Tensor> layer_correction_from_partials(at::Tensor const& dots, at::Tensor const& direction_dots, std::int64_t m,
+                                                                  at::Tensor const& rstd, std::int64_t width);
 ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& y, OptionalTensor const& rstd,
                                  OptionalTensor const& bias, RopeArguments const& rope, std::int64_t width);
 void rope_in_place(at::Tensor const& y, RopeArguments const& rope);

@@ -38,6 +38,12 @@ std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const&, OptionalTensor c
 at::Tensor rstd_from_partials(at::Tensor const&, std::int64_t, std::int64_t, double) { no_cuda(); }
 at::Tensor correction_from_partials(at::Tensor const&, std::int64_t, OptionalTensor const&, std::int64_t) { no_cuda(); }
 at::Tensor sum_groups(at::Tensor const&, std::int64_t, at::ScalarType) { no_cuda(); }
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const&, LayerNorm const&, double, bool) { no_cuda(); }
+LayerVectors layer_vectors(at::Tensor const&, LayerNorm const&, OptionalTensor const&) { no_cuda(); }
+std::tuple<at::Tensor, at::Tensor> moments_from_partials(at::Tensor const&, at::Tensor const&, std::int64_t, std::int64_t, double) { no_cuda(); }
+std::tuple<at::Tensor, at::Tensor> layer_correction_from_partials(at::Tensor const&, at::Tensor const&, std::int64_t, at::Tensor const&, std::int64_t) {
+  no_cuda();
+}
 ActivationGradient rope_backward(at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, OptionalTensor const&, OptionalTensor const&,
                                  RopeArguments const&, std::int64_t) {
   no_cuda();
@@ -326,6 +332,82 @@ std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x_, OptionalTenso
   check(reduce::row_stats(args, current_stream()), "row_stats");
   note("sm90", "row_stats");
   return {h, rstd};
+}
+
+namespace {
+
+// The parameters of a LayerNorm as the row kernels read them: contiguous, of one dtype.
+struct LayerWeights {
+  at::Tensor gamma, beta;
+  reduce::DType dtype;
+  LayerWeights(LayerNorm const& norm, at::Tensor const& like) {
+    bool const fp32 = (get(norm.gamma) && wide(*get(norm.gamma))) || (get(norm.beta) && wide(*get(norm.beta)));
+    auto const type = fp32 ? at::kFloat : like.scalar_type();
+    if (get(norm.gamma)) gamma = get(norm.gamma)->to(type).contiguous();
+    if (get(norm.beta)) beta = get(norm.beta)->to(type).contiguous();
+    dtype = reduce_type(type);
+  }
+};
+
+void* data(at::Tensor const& t) { return t.defined() ? t.data_ptr() : nullptr; }
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x_, LayerNorm const& norm, double eps, bool normalised) {
+  at::Tensor const x = x_.stride(1) == 1 ? x_ : x_.contiguous();
+  LayerWeights const weights(norm, x);
+  at::Tensor rstd = at::empty({x.size(0)}, x.options().dtype(at::kFloat)), mean = at::empty_like(rstd);
+  at::Tensor h = normalised || weights.gamma.defined() ? at::empty({x.size(0), x.size(1)}, x.options()) : at::Tensor();
+  if (x.size(0) == 0) return {h, rstd, mean};
+  reduce::LayerStats args{};
+  args.dtype = reduce_type(x.scalar_type());
+  args.weight_dtype = weights.dtype;
+  args.m = x.size(0), args.d = x.size(1);
+  args.x = x.data_ptr(), args.x_ld = x.stride(0);
+  args.gamma = data(weights.gamma), args.beta = data(weights.beta), args.h = data(h);
+  args.rstd = rstd.data_ptr<float>(), args.mean = mean.data_ptr<float>();
+  args.eps = float(eps);
+  args.normalised = normalised;
+  check(reduce::layer_stats(args, current_stream()), "layer_stats");
+  note("sm90", "layer_stats");
+  return {h, rstd, mean};
+}
+
+LayerVectors layer_vectors(at::Tensor const& w_, LayerNorm const& norm, OptionalTensor const& bias_) {
+  at::Tensor const w = w_.stride(1) == 1 ? w_ : w_.contiguous(), bias = get(bias_) ? get(bias_)->contiguous() : at::Tensor();
+  LayerWeights const weights(norm, w);
+  at::Tensor const u = at::empty({w.size(0)}, w.options().dtype(at::kFloat)), v = at::empty_like(u);
+  if (w.size(0) == 0) return {u, v};
+  check(reduce::layer_vectors({reduce_type(w.scalar_type()), weights.dtype, w.size(0), w.size(1), w.data_ptr(), w.stride(0), data(weights.gamma),
+                               data(weights.beta), data(bias), u.data_ptr<float>(), v.data_ptr<float>()},
+                              current_stream()),
+        "layer_vectors");
+  note("sm90", "layer_vectors");
+  return {u, v};
+}
+
+std::tuple<at::Tensor, at::Tensor> moments_from_partials(at::Tensor const& squares, at::Tensor const& values, std::int64_t m, std::int64_t width,
+                                                         double eps) {
+  at::Tensor const rstd = at::empty({m}, squares.options()), mean = at::empty_like(rstd);
+  if (m == 0) return {rstd, mean};
+  check(reduce::finish_layer({reduce::LayerFinish::kMoments, squares.const_data_ptr<float>(), values.const_data_ptr<float>(), squares.stride(0),
+                              squares.size(0), m, nullptr, float(width), float(eps), rstd.data_ptr<float>(), mean.data_ptr<float>()},
+                             current_stream()),
+        "finish_layer");
+  note("sm90", "moments_from_partials");
+  return {rstd, mean};
+}
+
+std::tuple<at::Tensor, at::Tensor> layer_correction_from_partials(at::Tensor const& dots, at::Tensor const& direction_dots, std::int64_t m,
+                                                                  at::Tensor const& rstd_, std::int64_t width) {
+  at::Tensor const correction = at::empty({m}, dots.options()), offset = at::empty_like(correction), rstd = rstd_.contiguous();
+  if (m == 0) return {correction, offset};
+  check(reduce::finish_layer({reduce::LayerFinish::kCorrection, dots.const_data_ptr<float>(), direction_dots.const_data_ptr<float>(), dots.stride(0),
+                              dots.size(0), m, rstd.const_data_ptr<float>(), float(width), 0, correction.data_ptr<float>(), offset.data_ptr<float>()},
+                             current_stream()),
+        "finish_layer");
+  note("sm90", "layer_correction_from_partials");
+  return {correction, offset};
 }
 
 at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps) {

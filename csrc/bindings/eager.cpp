@@ -187,6 +187,57 @@ NormGradient norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor
           want_dgamma ? (dn * wide).sum(at::IntArrayRef{0}).to(get(gamma)->scalar_type()) : at::Tensor()};
 }
 
+LinearResidualResult linear_residual_moments(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,
+                                             OptionalTensor const& gamma, double eps) {
+  at::Tensor const out = (biased(product(a, w.t()), bias) + residual).to(a.scalar_type());
+  auto [h, rstd, mean] = layer_stats(out, {gamma, {}}, eps, false);
+  return {out, h, rstd, mean};
+}
+
+LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias) {
+  at::Tensor const wide = w.to(statistics_type(w));
+  auto const dot = [&](at::Tensor const& t) { return at::mv(wide, t.to(wide.scalar_type())); };
+  at::Tensor const v = get(norm.beta) ? dot(*norm.beta) : at::zeros({w.size(0)}, wide.options());
+  return {get(norm.gamma) ? dot(*norm.gamma) : wide.sum(1), biased(v, bias)};
+}
+
+ActivationResult layer_act(at::Tensor const& h, LayerNorm const& norm, at::Tensor const& w, LayerVectors const& vectors, ActivationKind kind, bool store) {
+  at::Tensor const z = scaled(product(h, w.t()) - norm.mean.unsqueeze(1) * vectors.u, norm.rstd) + vectors.v;
+  return {activated(z, kind).value.to(h.scalar_type()), store && kind != ActivationKind::kIdentity ? z.to(h.scalar_type()) : at::Tensor()};
+}
+
+ActivationGradient dact_layer(at::Tensor const& dy, OptionalTensor const& w_down, at::Tensor const& preactivation, LayerNorm const& norm,
+                              LayerVectors const& vectors, ActivationKind kind, std::int64_t width, bool want_value, bool want_dbias) {
+  auto const dtype = dy.scalar_type(), wide = statistics_type(dy);
+  at::Tensor const acc = get(w_down) ? product(dy, *get(w_down)) : dy.to(wide), z = preactivation.to(wide);
+  auto const act = activated(z, kind);
+  at::Tensor const dz = acc * act.slope;
+  return {scaled(dz, norm.rstd).to(dtype), want_value ? act.value.to(dtype) : at::Tensor(),
+          correction((dz * (z - vectors.v)).sum(at::IntArrayRef{1}), norm.rstd, width), want_dbias ? dz.sum(at::IntArrayRef{0}) : at::Tensor(),
+          at::mv(dz, vectors.u) * norm.rstd / double(-width)};
+}
+
+NormGradient layer_norm_backward(at::Tensor const& dz, at::Tensor const& w, at::Tensor const& x, LayerNorm const& norm, at::Tensor const& correction,
+                                 at::Tensor const& offset, OptionalTensor const& incoming, bool want_h, bool want_dgamma) {
+  auto const dtype = x.scalar_type();
+  at::Tensor const dn = product(dz, w), centred = x.to(statistics_type(x)) - norm.mean.unsqueeze(1);
+  auto const weighted = [&](at::Tensor const& t) { return get(norm.gamma) ? t * *get(norm.gamma) : t; };
+  at::Tensor dx = weighted(dn) - centred * correction.unsqueeze(1) + offset.unsqueeze(1), h = weighted(centred);
+  if (get(incoming)) dx = dx + *get(incoming);
+  if (get(norm.beta)) h = h + *get(norm.beta) / norm.rstd.unsqueeze(1);
+  return {dx.to(dtype), want_h ? h.to(dtype) : at::Tensor(),
+          want_dgamma ? (dn * centred).sum(at::IntArrayRef{0}).to(get(norm.gamma)->scalar_type()) : at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised) {
+  at::Tensor const wide = x.to(statistics_type(x)), mean = wide.mean(1), centred = wide - mean.unsqueeze(1);
+  at::Tensor const rstd = at::rsqrt(centred.square().mean(1) + eps);
+  at::Tensor h = normalised ? scaled(centred, rstd) : get(norm.gamma) ? wide : at::Tensor();
+  if (get(norm.gamma)) h = h * *get(norm.gamma);
+  if (normalised) h = biased(h, norm.beta);
+  return {h.defined() ? h.to(x.scalar_type()) : h, rstd, mean};
+}
+
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {
   at::Tensor const wide = x.to(statistics_type(x)), rstd = at::rsqrt(wide.square().mean(1) + eps);
   return {get(weight) ? (wide * *get(weight)).to(x.scalar_type()) : at::Tensor(), rstd};

@@ -55,6 +55,24 @@ std::tuple<Tensor, Tensor> rms_norm_stats_op(Tensor const& x, OptionalTensor con
   return {empty_like_missing(h, x), rstd};
 }
 
+// The weight and the bias of a LayerNorm, beside its statistics if there are any yet.
+LayerNorm layer_norm(OptionalTensor const& norm_weight, OptionalTensor const& norm_bias, Tensor const& x, char const* x_name, std::int64_t width,
+                     OptionalTensor const& rstd = std::nullopt, OptionalTensor const& mean = std::nullopt) {
+  check_norm(norm_weight, "norm_weight", x, x_name, width);
+  check_norm(norm_bias, "norm_bias", x, x_name, width);
+  return {norm_weight, norm_bias, get(rstd) ? *get(rstd) : Tensor(), get(mean) ? *get(mean) : Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_stats_op(Tensor const& x, OptionalTensor const& norm_weight, OptionalTensor const& norm_bias, double eps,
+                                                       bool normalised) {
+  check_floating("x", x);
+  check_dim("x", x, 2, "tokens, width");
+  LayerNorm const norm = layer_norm(norm_weight, norm_bias, x, "x", x.size(1));
+  Call call(x);
+  auto [h, rstd, mean] = layer_stats(x, norm, eps, normalised);
+  return {empty_like_missing(h, x), rstd, mean};
+}
+
 Tensor gemm_op(Tensor const& a, Tensor const& b, OptionalTensor const& bias, OptionalTensor const& source, double alpha, double beta) {
   check_floating("a", a);
   check_dim("a", a, 2, "M, K");
@@ -115,11 +133,11 @@ Tensor joined(Tensor const& w_gate_up, OptionalTensor const& w_up) {
   return adjacent ? w_gate_up.as_strided({2 * w_gate_up.size(0), w_gate_up.size(1)}, w_gate_up.strides()) : at::cat({w_gate_up, up}, 0);
 }
 
-void check_rstd(OptionalTensor const& rstd, Tensor const& x, char const* x_name) {
+void check_rstd(OptionalTensor const& rstd, Tensor const& x, char const* x_name, char const* name = "rstd") {
   if (!get(rstd)) return;
-  TORCH_CHECK_VALUE(get(rstd)->device() == x.device(), "rstd is on ", get(rstd)->device(), ", expected ", x.device(), " as ", x_name);
-  TORCH_CHECK_TYPE(get(rstd)->scalar_type() == statistics_type(x), "rstd has dtype ", get(rstd)->scalar_type(), ", expected ", statistics_type(x));
-  check_shape("rstd", *get(rstd), {x.size(0)}, "one value a row");
+  TORCH_CHECK_VALUE(get(rstd)->device() == x.device(), name, " is on ", get(rstd)->device(), ", expected ", x.device(), " as ", x_name);
+  TORCH_CHECK_TYPE(get(rstd)->scalar_type() == statistics_type(x), name, " has dtype ", get(rstd)->scalar_type(), ", expected ", statistics_type(x));
+  check_shape(name, *get(rstd), {x.size(0)}, "one value a row");
 }
 
 ActivationKind activation_kind(std::string const& name) {
@@ -140,8 +158,8 @@ ActivationKind gate_kind(std::string const& name) {
 
 OptionalTensor optional(Tensor const& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
-std::tuple<Tensor, Tensor, Tensor> linear_residual_op(Tensor const& a, Tensor const& weight, OptionalTensor const& bias, Tensor const& residual,
-                                                      OptionalTensor const& next_norm_weight, double eps) {
+void check_linear_residual(Tensor const& a, Tensor const& weight, OptionalTensor const& bias, Tensor const& residual,
+                           OptionalTensor const& next_norm_weight) {
   check_floating("a", a);
   check_dim("a", a, 2, "tokens, width");
   check_matrix("weight", weight, "a", a, a.size(1));
@@ -149,6 +167,19 @@ std::tuple<Tensor, Tensor, Tensor> linear_residual_op(Tensor const& a, Tensor co
   check_like("residual", residual, "a", a);
   check_shape("residual", residual, {a.size(0), weight.size(0)}, "the shape of the output");
   check_norm(next_norm_weight, "next_norm_weight", a, "a", weight.size(0));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_residual_moments_op(Tensor const& a, Tensor const& weight, OptionalTensor const& bias,
+                                                                      Tensor const& residual, OptionalTensor const& next_norm_weight, double eps) {
+  check_linear_residual(a, weight, bias, residual, next_norm_weight);
+  Call call(a);
+  LinearResidualResult r = linear_residual_moments(a, weight, bias, residual, next_norm_weight, eps);
+  return {r.out, empty_like_missing(r.h, a), r.rstd, r.mean};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_residual_op(Tensor const& a, Tensor const& weight, OptionalTensor const& bias, Tensor const& residual,
+                                                      OptionalTensor const& next_norm_weight, double eps) {
+  check_linear_residual(a, weight, bias, residual, next_norm_weight);
   Call call(a);
   LinearResidualResult r = linear_residual(a, weight, bias, residual, next_norm_weight, eps);
   return {r.out, empty_like_missing(r.h, a), r.rstd};
@@ -165,6 +196,24 @@ std::tuple<Tensor, Tensor> rstd_act_op(Tensor const& h, OptionalTensor const& rs
   Call call(h);
   ActivationResult r = rstd_act(h, rstd, weight, bias, kind, store_preactivation);
   return {r.value, empty_like_missing(r.preactivation, h)};
+}
+
+// act(LayerNorm(x) weight^T + bias) of h = x norm_weight and x's statistics; also u and v (calls.h), for the backward.
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_act_op(Tensor const& h, Tensor const& rstd, Tensor const& mean, Tensor const& weight,
+                                                        OptionalTensor const& bias, OptionalTensor const& norm_weight, OptionalTensor const& norm_bias,
+                                                        std::string const& activation, bool store_preactivation) {
+  check_floating("h", h);
+  check_dim("h", h, 2, "tokens, width");
+  check_rstd(rstd, h, "h");
+  check_rstd(mean, h, "h", "mean");
+  check_matrix("weight", weight, "h", h, h.size(1));
+  check_vector("bias", bias, "h", h, weight.size(0), "one value for each row of weight");
+  LayerNorm const norm = layer_norm(norm_weight, norm_bias, h, "h", h.size(1), rstd, mean);
+  ActivationKind const kind = activation_kind(activation);
+  Call call(h);
+  LayerVectors const vectors = layer_vectors(weight, norm, bias);
+  ActivationResult r = layer_act(h, norm, weight, vectors, kind, store_preactivation);
+  return {r.value, empty_like_missing(r.preactivation, h), vectors.u, vectors.v};
 }
 
 std::tuple<Tensor, Tensor> rstd_glu_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& w_gate_up, OptionalTensor const& w_up,
@@ -220,6 +269,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dact_op(Tensor const& dy, OptionalTen
   Call call(dy);
   ActivationGradient r = dact(dy, w_down, preactivation, rstd, bias, kind, width, want_value);
   return {r.dz, empty_like_missing(r.value, dy), r.correction, empty_like_missing(r.dbias, get(bias) ? *get(bias) : dy)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dact_layer_op(Tensor const& dy, OptionalTensor const& w_down, Tensor const& preactivation,
+                                                                 Tensor const& rstd, Tensor const& u, Tensor const& v, std::string const& activation,
+                                                                 std::int64_t width, bool want_value, bool want_dbias) {
+  check_floating("dy", dy);
+  check_dim("dy", dy, 2, "tokens, width");
+  check_like("preactivation", preactivation, "dy", dy);
+  check_dim("preactivation", preactivation, 2, "tokens, width");
+  TORCH_CHECK_VALUE(preactivation.size(0) == dy.size(0), "preactivation has shape ", shape_string(preactivation), ", expected as many rows as dy");
+  check_down(dy, w_down, preactivation.size(1));
+  check_rstd(rstd, dy, "dy");
+  for (auto const& [name, t] : {std::pair<char const*, Tensor const&>{"u", u}, {"v", v}}) {
+    TORCH_CHECK_VALUE(t.device() == dy.device(), name, " is on ", t.device(), ", expected ", dy.device(), " as dy");
+    TORCH_CHECK_TYPE(t.scalar_type() == statistics_type(dy), name, " has dtype ", t.scalar_type(), ", expected ", statistics_type(dy));
+    check_shape(name, t, {preactivation.size(1)}, "one value a column");
+  }
+  ActivationKind const kind = activation_kind(activation);
+  Call call(dy);
+  ActivationGradient r = dact_layer(dy, w_down, preactivation, {{}, {}, rstd}, {u, v}, kind, width, want_value, want_dbias);
+  return {r.dz, empty_like_missing(r.value, dy), r.correction, r.offset, empty_like_missing(r.dbias, rstd)};
 }
 
 // Every field of a rotation, checked. `columns` is the number of leading columns of the product that belong to rotated heads.
@@ -328,9 +398,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> qknorm_rope_backward_op(
   return {r.product.dz, r.product.correction, empty_like_missing(r.product.dbias, get(bias) ? *get(bias) : y), r.dq_norm, r.dk_norm};
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor const& dz, Tensor const& weight, OptionalTensor const& w_up, Tensor const& x,
-                                                    OptionalTensor const& norm_weight, Tensor const& correction, OptionalTensor const& incoming,
-                                                    bool want_h, bool want_dnorm) {
+void check_norm_backward(Tensor const& dz, Tensor const& weight, OptionalTensor const& w_up, Tensor const& x, OptionalTensor const& norm_weight,
+                         Tensor const& correction, OptionalTensor const& incoming) {
   check_floating("dz", dz);
   check_dim("dz", dz, 2, "tokens, width");
   check_like("x", x, "dz", dz);
@@ -341,12 +410,33 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor const& dz, Tensor con
   TORCH_CHECK_VALUE(weight.size(0) * (get(w_up) ? 2 : 1) == dz.size(1), "weight has shape ", shape_string(weight), ", expected the ", dz.size(1),
                     " columns of dz as rows");
   check_norm(norm_weight, "norm_weight", x, "x", x.size(1));
-  TORCH_CHECK_VALUE(get(norm_weight) || (!want_h && !want_dnorm), "norm_weight is missing, and without it there is no h and no gradient of it");
-  check_rstd(OptionalTensor(correction), x, "x");
+  check_rstd(OptionalTensor(correction), x, "x", "correction");
   if (get(incoming)) {
     check_like("incoming", *get(incoming), "x", x);
     check_shape("incoming", *get(incoming), x.sizes(), "the shape of x");
   }
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor const& dz, Tensor const& weight, Tensor const& x, OptionalTensor const& norm_weight,
+                                                          OptionalTensor const& norm_bias, Tensor const& rstd, Tensor const& mean,
+                                                          Tensor const& correction, Tensor const& offset, OptionalTensor const& incoming, bool want_h,
+                                                          bool want_dnorm) {
+  check_norm_backward(dz, weight, std::nullopt, x, norm_weight, correction, incoming);
+  check_rstd(rstd, x, "x");
+  check_rstd(mean, x, "x", "mean");
+  check_rstd(offset, x, "x", "offset");
+  LayerNorm const norm = layer_norm(norm_weight, norm_bias, x, "x", x.size(1), rstd, mean);
+  TORCH_CHECK_VALUE(get(norm_weight) || !want_dnorm, "norm_weight is missing, and without it there is no gradient of it");
+  Call call(dz);
+  NormGradient r = layer_norm_backward(dz, weight, x, norm, correction, offset, incoming, want_h, want_dnorm);
+  return {r.dx, empty_like_missing(r.h, x), empty_like_missing(r.dgamma, get(norm_weight) ? *get(norm_weight) : x)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor const& dz, Tensor const& weight, OptionalTensor const& w_up, Tensor const& x,
+                                                    OptionalTensor const& norm_weight, Tensor const& correction, OptionalTensor const& incoming,
+                                                    bool want_h, bool want_dnorm) {
+  check_norm_backward(dz, weight, w_up, x, norm_weight, correction, incoming);
+  TORCH_CHECK_VALUE(get(norm_weight) || (!want_h && !want_dnorm), "norm_weight is missing, and without it there is no h and no gradient of it");
   Call call(dz);
   NormGradient r = norm_backward(dz, joined(weight, w_up), x, norm_weight, correction, incoming, want_h, want_dnorm);
   return {r.dx, empty_like_missing(r.h, x), empty_like_missing(r.dgamma, get(norm_weight) ? *get(norm_weight) : x)};
@@ -429,6 +519,11 @@ void implement(Library& m) {
   m.impl("rstd_qknorm_rope", &rstd_qknorm_rope_op);
   m.impl("qknorm_rope_backward", &qknorm_rope_backward_op);
   m.impl("norm_backward", &norm_backward_op);
+  m.impl("layer_norm_stats", &layer_norm_stats_op);
+  m.impl("linear_residual_moments", &linear_residual_moments_op);
+  m.impl("layer_act", &layer_act_op);
+  m.impl("dact_layer", &dact_layer_op);
+  m.impl("layer_norm_backward", &layer_norm_backward_op);
   m.impl("fused_mlp", &fused_mlp_op);
 }
 
@@ -464,6 +559,19 @@ TORCH_LIBRARY(coda, m) {
   m.def(
       "norm_backward(Tensor dz, Tensor weight, Tensor? w_up, Tensor x, Tensor? norm_weight, Tensor correction, Tensor? incoming, bool want_h, "
       "bool want_dnorm) -> (Tensor, Tensor, Tensor)");
+  m.def("layer_norm_stats(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, bool normalised) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_residual_moments(Tensor a, Tensor weight, Tensor? bias, Tensor residual, Tensor? next_norm_weight, float eps) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_act(Tensor h, Tensor rstd, Tensor mean, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, str activation, "
+      "bool store_preactivation) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "dact_layer(Tensor dy, Tensor? w_down, Tensor preactivation, Tensor rstd, Tensor u, Tensor v, str activation, int width, bool want_value, "
+      "bool want_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm_backward(Tensor dz, Tensor weight, Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor rstd, Tensor mean, Tensor correction, "
+      "Tensor offset, Tensor? incoming, bool want_h, bool want_dnorm) -> (Tensor, Tensor, Tensor)");
   m.def(
       "fused_mlp(Tensor x, Tensor? stats_h, Tensor? stats_rstd, Tensor w_gate_up, Tensor? w_up, Tensor w_down, Tensor? norm_weight, Tensor? residual, "
       "bool residual_is_x, Tensor? next_norm_weight, str activation, float eps, float next_eps, bool next_stats, bool save) -> "

@@ -22,7 +22,7 @@ CODA_HD float exp_(float x) {
 }
 CODA_HD double exp_(double x) { return ::exp(x); }
 
-// 1 / x for x in [1, inf].
+// 1 / x for normal x below 2^126, and for inf.
 CODA_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float y;  // __fdividef() scales its operands first, for denominators that do not come here

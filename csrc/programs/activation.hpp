@@ -7,18 +7,18 @@
 
 namespace coda {
 
-// z = rstd acc + shift u + bias,  y = act(z).  The rank-one term shift[m] u[n] is what LayerNorm adds to RMSNorm (shift = -rstd mean,
-// u = W gamma). Stored: y, and z if the backward will want it.
+// z = rstd (acc - mean u) + bias,  y = act(z).  The rank-one term mean[m] u[n] is what LayerNorm adds to RMSNorm (u = W gamma, norm.hpp).
+// Stored: y, and z if the backward will want it.
 struct RstdAct {
   static constexpr int kColumns = 1;
   using Loads = List<ColVector<>, RowVector<>, Scalar, ColVector<0>, RowVector<>>;
   using Sinks = List<TileStore, TileStore>;
-  enum In { kRstd, kBias, kKind, kShift, kDirection };
+  enum In { kRstd, kBias, kKind, kMean, kDirection };
   enum Out { kValue, kPreactivation };
 
   template <class Storage, class Real>
   CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[5], Real (&out)[2]) {
-    Real const z = in[kRstd] * acc[0] + in[kShift] * in[kDirection] + in[kBias];
+    Real const z = in[kRstd] * (acc[0] - in[kMean] * in[kDirection]) + in[kBias];
     out[kPreactivation] = z;
     out[kValue] = AnyActivation::at(z, in[kKind]).value;
   }
@@ -43,6 +43,28 @@ struct DAct {
     out[kProduct] = act.value;
     out[kRowDot] = dz * (in[kPreactivation] - in[kBias]);
     out[kDbias] = dz;
+  }
+};
+
+// The same behind a LayerNorm, whose constant v = W beta + bias takes the place of the bias; also per row the sum of dz u, which the gradient of
+// the mean needs.
+struct DActLayer {
+  static constexpr int kColumns = 1;
+  using Loads = List<TileLoad, ColVector<>, RowVector<>, Scalar, RowVector<>>;
+  using Sinks = List<TileStore, TileStore, RowPartial, ColPartial, RowPartial>;
+  enum In { kPreactivation, kRstd, kConstant, kKind, kDirection };
+  enum Out { kDz, kProduct, kRowDot, kDconstant, kDirectionDot };
+
+  template <class Storage, class Real>
+  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[5], Real (&out)[5]) {
+    Real const same[4] = {in[kPreactivation], in[kRstd], in[kConstant], in[kKind]};
+    Real act[4];
+    DAct::apply<Storage>(acc, same, act);
+    out[kDz] = act[DAct::kDz];
+    out[kProduct] = act[DAct::kProduct];
+    out[kRowDot] = act[DAct::kRowDot];
+    out[kDconstant] = act[DAct::kDbias];
+    out[kDirectionDot] = act[DAct::kDbias] * in[kDirection];
   }
 };
 

@@ -53,6 +53,7 @@ LaunchStatus pointwise(char const* program, DType dtype, GemmArguments const& g)
   if (is("dswiglu")) return launch<DGlu<Silu>>(dtype, g);
   if (is("dgeglu")) return launch<DGlu<Gelu>>(dtype, g);
   if (is("dact")) return launch<DAct>(dtype, g);
+  if (is("dact_layer")) return launch<DActLayer>(dtype, g);
   return {"pointwise", "the program was not built for use without a product"};
 }
 

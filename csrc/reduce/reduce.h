@@ -24,6 +24,31 @@ struct RowStats {
 };
 LaunchStatus row_stats(RowStats const& args, void* stream);
 
+// The same for a LayerNorm: mean[m] = mean_d(x[m, d]),  rstd[m] = rsqrt(mean_d((x[m, d] - mean[m])^2) + eps). With `normalised`,
+// h = (x - mean) rstd gamma + beta, rounded once, and gamma and beta may be null.
+struct LayerStats : RowStats {
+  void const* beta;  // weight_dtype
+  bool normalised;
+  float* mean;
+};
+LaunchStatus layer_stats(LayerStats const& args, void* stream);
+
+// What a LayerNorm's weight and bias come to behind a product with w [n, d]: u[n] = sum_d(w[n, d] gamma[d]),
+// v[n] = sum_d(w[n, d] beta[d]) + bias[n]. gamma null: ones; beta and bias null: zeros. One pass over w.
+struct LayerVectors {
+  DType dtype;         // of w and bias: bf16 or fp16
+  DType weight_dtype;  // of gamma and beta: dtype or fp32
+  std::int64_t n, d;
+  void const* w;
+  std::int64_t w_ld;
+  void const* gamma;
+  void const* beta;
+  void const* bias;
+  float* u;
+  float* v;
+};
+LaunchStatus layer_vectors(LayerVectors const& args, void* stream);
+
 // Finishes the RowPartial sink: out[m] = f(sum_t partials[t, m]), t ascending.
 struct RowFinish {
   enum Function {
@@ -38,6 +63,23 @@ struct RowFinish {
   float* out;
 };
 LaunchStatus finish_rows(RowFinish const& args, void* stream);
+
+// The same for a LayerNorm, of two sums a row at once.
+struct LayerFinish {
+  enum Function {
+    kMoments,     // of x^2 and x: out = rstd, second_out = mean
+    kCorrection,  // of dy (y - v) and dy u: out = rstd^2 S / width, second_out = -rstd T / width
+  };
+  Function function;
+  float const* partials;
+  float const* second;  // of the same layout
+  std::int64_t ld, tiles, m;
+  float const* rstd;  // for kCorrection
+  float width, eps;
+  float* out;
+  float* second_out;
+};
+LaunchStatus finish_layer(LayerFinish const& args, void* stream);
 
 // Finishes the ColPartial sink: out[n] = sum_g partials[g, n], in an order that depends on the number of groups alone.
 LaunchStatus sum_groups(float const* partials, std::int64_t ld, std::int64_t groups, std::int64_t n, DType dtype, void* out, void* stream);

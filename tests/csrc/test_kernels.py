@@ -76,6 +76,13 @@ def rstd_act(p):
         z = p.scaled + (0 if b is None else b.double())
         exact = [ACTIVATIONS[kind](z), z][: 1 + store]
         yield lambda: ops.rstd_act(p.a, p.rstd, p.b.t(), b, kind, store)[: 1 + store], lambda out: exact
+    # Behind a LayerNorm: rstd (acc - mean u) + v.
+    mean, gamma, beta, w = torch.randn(p.m, device=p.device), p.new(p.k).float() + 2.0**-13, p.new(p.k), p.b.t().double()
+    for kind, store, g, b, c in (("gelu_tanh", True, gamma, beta, bias), ("identity", True, gamma.to(p.dtype), None, bias), ("silu", False, None, beta, None)):
+        u, v = w.sum(1) if g is None else w @ g.double(), (0 if b is None else w @ b.double()) + (0 if c is None else c.double())
+        z = p.scaled - (p.rstd * mean).double().unsqueeze(1) * u + v
+        exact = [ACTIVATIONS[None if kind == "identity" else kind](z), z if store and kind != "identity" else None, u, v + torch.zeros_like(u)]
+        yield lambda: ops.layer_act(p.a, p.rstd, mean, p.b.t(), c, g, b, kind, store), lambda out: exact
 
 
 def gates_of(program):
@@ -115,6 +122,16 @@ def dact(p):
         yield lambda: ops.dact(p.a, p.b, z, p.rstd, b, kind, p.n, True), lambda out: exact
 
 
+def dact_layer(p):
+    z, u, v = p.new(p.m, p.n), torch.randn(p.n, device=p.device), torch.randn(p.n, device=p.device)
+    scale = p.rstd.double() / p.n
+    for kind, want in (("relu", True), ("silu", False), ("gelu", True), ("gelu_tanh", True), ("identity", True)):
+        value, dz = activation_gradient(ACTIVATIONS[None if kind == "identity" else kind], z, p.product)
+        row_dot, offset = correction(p, dz * (z.double() - v.double()), p.n), sums(-dz * u.double() * scale.unsqueeze(1), 1)
+        exact = [dz * p.rstd.double().unsqueeze(1), value if want else None, row_dot, offset, sums(dz, 0) if want else None]
+        yield lambda: ops.dact_layer(p.a, p.b, z, p.rstd, u, v, kind, p.n, want, want), lambda out: exact
+
+
 def residual_sqsum(p):
     bias, residual, gamma = p.new(p.n), p.new(p.m, p.n), p.new(p.n).float() + 2.0**-13
     for b, g in ((bias, gamma), (None, gamma.to(p.dtype)), (bias, None)):
@@ -125,6 +142,32 @@ def residual_sqsum(p):
             return [exact, None if g is None else stored * g.double(), (stored.square().mean(1) + EPS).rsqrt()]
 
         yield lambda: ops.linear_residual(p.a, p.b.t(), b, residual, g, EPS), values
+
+
+def residual_moments(p):
+    bias, residual, gamma = p.new(p.n), p.new(p.m, p.n), p.new(p.n).float() + 2.0**-13
+    for b, g in ((bias, gamma), (None, gamma.to(p.dtype)), (bias, None)):
+        exact = p.product + residual.double() + (0 if b is None else b.double())
+
+        def values(out):
+            stored = out[0].double()
+            rstd = (stored.var(1, correction=0) + EPS).rsqrt()
+            return [exact, None if g is None else stored * g.double(), rstd, sums(stored / p.n, 1)]
+
+        yield lambda: ops.linear_residual_moments(p.a, p.b.t(), b, residual, g, EPS), values
+
+
+def layer_norm_backward(p):
+    x, gamma, beta, incoming = p.new(p.m, p.n), p.new(p.n), p.new(p.n), p.new(p.m, p.n)
+    correction, offset, mean = (torch.randn(p.m, device=p.device) for _ in range(3))
+    column = lambda t: t.double().unsqueeze(1)
+    dn, centred = p.product, x.double() - column(mean)
+    for g, b, i, want in ((gamma, beta, incoming, True), (gamma.float() + 2.0**-13, beta.float(), None, True), (gamma, None, None, False), (None, beta, incoming, True)):
+        dx = dn * (1 if g is None else g.double()) - column(correction) * centred + column(offset) + (0 if i is None else i.double())
+        h = centred * (1 if g is None else g.double()) + (0 if b is None else b.double() / column(p.rstd))
+        want_norm = want and g is not None
+        exact = [dx, h if want else None, sums(dn * centred, 0) if want_norm else None]
+        yield lambda: ops.layer_norm_backward(p.a, p.b, x, g, b, p.rstd, mean, correction, offset, i, want, want_norm), lambda out: exact
 
 
 def norm_backward(p):
@@ -196,8 +239,11 @@ PROGRAMS = {
     "rstd": rstd,
     "rstd_act": rstd_act,
     "dact": dact,
+    "dact_layer": dact_layer,
     "residual_sqsum": residual_sqsum,
     "norm_backward": norm_backward,
+    "residual_moments": residual_moments,
+    "layer_norm_backward": layer_norm_backward,
     "rstd_rope": rstd_rope,
     "rstd_rope_adjacent": rstd_rope,
     "rstd_qknorm_rope": rstd_qknorm_rope,

@@ -5,7 +5,7 @@ import torch
 import coda
 from coda import _C
 from coda.nn import DecoderConfig, TransformerBlock
-from coda.nn.layers import rope_tables
+from coda.nn.layers import make_norm, rope_tables
 from tests.reference import assert_no_worse, error
 
 # The deferred norm stores rstd times the gradient of its product in 16 bits, one rounding that eager does not have: sqrt(3/2) at most.
@@ -15,6 +15,10 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 
 def make_config(**changes):
     return DecoderConfig(**{**dict(vocab_size=8, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=184), **changes})
+
+
+# What a GPT-2 block is made of, but for its embedding of positions.
+GPT2 = dict(norm="layer", mlp="plain", activation="gelu_tanh", mlp_bias=True, qkv_bias=True, o_bias=True, rotary_dim=0, num_kv_heads=4)
 
 
 def make_block(config, dtype, device, backend="coda", seed=0):
@@ -30,8 +34,10 @@ def make_block(config, dtype, device, backend="coda", seed=0):
 
 
 def next_norm(config, dtype, device):
-    norm = torch.nn.RMSNorm(config.dim, eps=config.norm_eps)
+    norm = make_norm(config.norm, config.dim, config.norm_eps)
     torch.nn.init.normal_(norm.weight, 1, 0.3)
+    if config.norm == "layer":
+        torch.nn.init.normal_(norm.bias, 0, 0.3)
     return norm.to(device, dtype)
 
 
@@ -43,12 +49,16 @@ def in_the_middle(block, x, norm):
     return lambda: block(x, rope=rope, stats=stats, next_norm=norm)
 
 
+QWEN3 = dict(qk_norm=True, head_dim=64, num_heads=2, num_kv_heads=1)
+
+
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_launches(device):
+@pytest.mark.parametrize("changes, more", [({}, 0), (QWEN3, 1)], ids=["llama", "qwen3"])
+def test_launches(device, changes, more):
     """Forward: 4 products and 2 finalisers of statistics. Backward: 8 products, the rotation back behind attention, and 3 finalisers: the row
-    sums of the activation's gradient, and the gradient of each norm's weight. Attention is torch's."""
+    sums of the activation's gradient, and the gradient of each norm's weight; with QK-norm one more, for its weights. Attention is torch's."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    config = make_config()
+    config = make_config(**changes)
     block, norm = make_block(config, dtype, device), next_norm(config, dtype, device)
     x = torch.randn(2, 24, config.dim, device=device, dtype=dtype, requires_grad=True)
     forward = in_the_middle(block, x, norm)
@@ -58,7 +68,27 @@ def test_launches(device):
     assert isinstance(stats, coda.NormStats) and stats.of is out
     before = _C.launch_count()
     torch.autograd.grad(out, [x, *block.parameters()], torch.randn_like(out))
-    assert _C.launch_count() - before == 8 + 1 + 3
+    assert _C.launch_count() - before == 8 + 1 + 3 + (more if device == "cuda" else 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_launches_with_layer_norm(device):
+    """Forward: 4 products, 2 finalisers of statistics, and for each norm what its parameters come to behind the weight. Backward: 8 products, and for
+    each norm the activation's gradient, the finaliser of its row sums, and the sums for the biases and for the norm's weight."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    config = make_config(**GPT2)
+    first, second = (make_block(config, dtype, device, seed=s) for s in (0, 1))
+    x = torch.randn(2, 24, config.dim, device=device, dtype=dtype, requires_grad=True)
+    x, stats = first(x, next_norm=second.attention.deferred_norm)
+    assert stats.norm == "layer" and stats.mean.shape == x.shape[:-1]
+    x = x.detach().requires_grad_()
+    stats = coda.NormStats.make(x, stats.h, stats.rstd, stats.norm_weight, stats.eps, stats.mean)
+    before = _C.launch_count()
+    out, _ = second(x, stats=stats, next_norm=next_norm(config, dtype, device))
+    assert _C.launch_count() - before == 4 + 2 + 2
+    before = _C.launch_count()
+    torch.autograd.grad(out, [x, *second.parameters()], torch.randn_like(out))
+    assert _C.launch_count() - before == 8 + 2 * 4
 
 
 @pytest.mark.gpu
@@ -89,10 +119,12 @@ def test_nothing_else_runs_on_the_gpu():
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_saved_for_backward(device):
-    """x twice, q, k, v, attention's output and its statistics, the pre-activation, two rstd vectors; nothing else of the size of the tokens."""
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_saved_for_backward(device, qk_norm):
+    """x twice, q, k, v, attention's output and its statistics, the pre-activation, two rstd vectors; with QK-norm also q and k before it; nothing else
+    of the size of the tokens."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    config = make_config(num_kv_heads=4)  # grouped heads make torch's CPU attention save copies of its own, in some versions
+    config = make_config(num_heads=2, num_kv_heads=2, head_dim=64, qk_norm=qk_norm)  # grouped heads make torch's CPU attention save copies of its own, in some versions
     block, norm = make_block(config, dtype, device), next_norm(config, dtype, device)
     batch, length = 2, 64
     x = torch.randn(batch, length, config.dim, device=device, dtype=dtype, requires_grad=True)
@@ -108,7 +140,7 @@ def test_saved_for_backward(device):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out, _ = forward()
     m, size = batch * length, x.element_size()
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    qkv = (config.num_heads + (3 if qk_norm else 2) * config.num_kv_heads + (config.num_heads if qk_norm else 0)) * config.head_dim
     wanted = size * m * (2 * config.dim + qkv + config.num_heads * config.head_dim + 2 * config.ffn_dim) + 4 * m * (config.num_heads + 2)
     assert out.shape == x.shape and sum(saved.values()) <= wanted + 4096, (saved, wanted)
 
@@ -119,8 +151,19 @@ def rope_storages(forward):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(qkv_bias=True), dict(activation="gelu_tanh"), dict(rotary_dim=16), dict(num_kv_heads=4)],
-    ids=["llama", "bias", "gelu", "partial rotary", "no grouping"],
+    [
+        {},
+        dict(qkv_bias=True),
+        dict(activation="gelu_tanh"),
+        dict(rotary_dim=16),
+        dict(num_kv_heads=4),
+        dict(mlp="plain", activation="relu2", o_bias=True, rotary_dim=0),
+        dict(norm="layer"),
+        GPT2,
+        QWEN3,
+        dict(qk_norm=True, norm="layer", rotary_dim=16),
+    ],
+    ids=["llama", "bias", "gelu", "partial rotary", "no grouping", "plain", "layer", "gpt2", "qwen3", "qk-norm"],
 )
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float64), ("cpu", torch.bfloat16), pytest.param(*("cuda", torch.bfloat16), marks=GPU.marks)])
 @pytest.mark.parametrize("batch, length", [(2, 24), (1, 1), (1, 7)])
@@ -152,7 +195,9 @@ def check_gradients(config, device, dtype, batch, length):
         rope = rope_tables(None, config.rotary_dim, config.rope_theta, like=leaf)
         y, stats = pair[0](leaf, rope=rope, next_norm=pair[1].attention.norm)
         out, _ = pair[1](y, rope=rope, stats=stats, next_norm=norm.to(kind))
-        leaves = {"x": leaf} | {f"{i}.{n}": p for i, block in enumerate(pair) for n, p in block.named_parameters()}
+        # What one token attends to does not depend on its query and key: their norms have a gradient of rounding errors.
+        still = ("q_norm.weight", "k_norm.weight") if length == 1 else ()
+        leaves = {"x": leaf} | {f"{i}.{n}": p for i, block in enumerate(pair) for n, p in block.named_parameters() if not still or not n.endswith(still)}
         gradients = torch.autograd.grad(out, list(leaves.values()), grad.to(kind))
         return {"out": out.detach()} | dict(zip(leaves, gradients))
 
@@ -175,6 +220,17 @@ def test_chain_gives_what_separate_blocks_give():
     y, stats = first(x, next_norm=second.attention.norm)
     torch.testing.assert_close(y, first(x), rtol=0, atol=0)
     torch.testing.assert_close(second(y, stats=stats), second(y), rtol=1e-5, atol=1e-5)
+
+
+def test_layer_norm_takes_statistics_where_it_is_deferred():
+    rotary, gpt2 = (make_block(make_config(**c), torch.float32, "cpu") for c in (dict(norm="layer"), GPT2))
+    assert rotary.attention.deferred_norm is None and rotary.mlp.deferred_norm is None
+    assert gpt2.attention.deferred_norm is gpt2.attention.norm and gpt2.mlp.deferred_norm is gpt2.mlp.norm
+    x = torch.randn(2, 9, 128)
+    y, stats = gpt2(x, next_norm=gpt2.attention.norm)
+    torch.testing.assert_close(gpt2(y, stats=stats), gpt2(y), rtol=1e-5, atol=1e-5)
+    y, stats = rotary(x, next_norm=torch.nn.RMSNorm(128, eps=1e-6))  # a block may end in statistics for the other kind
+    assert stats.norm == "rms"
 
 
 def test_statistics_of_another_tensor_are_refused():

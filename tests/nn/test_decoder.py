@@ -8,6 +8,8 @@ import torch.utils.checkpoint
 
 from coda.nn import MLP, Attention, Decoder, DecoderConfig, TransformerBlock
 
+# The parts of GPT-2 but for its embedding of positions.
+GPT2 = dict(norm="layer", mlp="plain", activation="gelu_tanh", mlp_bias=True, qkv_bias=True, o_bias=True, rotary_dim=0)
 CONFIG = dict(vocab_size=61, dim=48, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=88, max_seq_len=32)
 
 
@@ -36,9 +38,10 @@ def randomise(module, seed=2):
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 2e-5), (torch.float64, 1e-11)])
-def test_coda_and_eager_agree_on_logits_loss_and_gradients(dtype, rtol, tie_embeddings):
-    ours = randomise(make_decoder("coda", dtype, tie_embeddings=tie_embeddings))
-    eager = make_decoder("eager", dtype, tie_embeddings=tie_embeddings)
+@pytest.mark.parametrize("changes", [{}, dict(norm="layer"), dict(mlp="plain", activation="relu2", o_bias=True), GPT2, dict(qk_norm=True)], ids=["llama", "layer", "plain", "gpt2", "qk-norm"])
+def test_coda_and_eager_agree_on_logits_loss_and_gradients(dtype, rtol, tie_embeddings, changes):
+    ours = randomise(make_decoder("coda", dtype, tie_embeddings=tie_embeddings, **changes))
+    eager = make_decoder("eager", dtype, tie_embeddings=tie_embeddings, **changes)
     eager.load_state_dict(ours.state_dict())
     tokens, targets = make_tokens(), make_tokens(seed=3)
 
@@ -91,6 +94,25 @@ def test_state_dict_round_trip_and_writes_through_it_reach_the_model():
     with torch.no_grad():
         target.state_dict()["blocks.1.mlp.gate_up_proj.weight"].mul_(2)
     assert not torch.equal(source(tokens), target(tokens))
+
+
+def test_parameters_of_a_gpt2_block():
+    shapes = {n.removeprefix("blocks.0."): tuple(p.shape) for n, p in make_decoder(**GPT2).named_parameters() if n.startswith("blocks.0.")}
+    assert shapes == {
+        "attention.norm.weight": (48,),
+        "attention.norm.bias": (48,),
+        "attention.qkv_proj.weight": (96, 48),
+        "attention.qkv_proj.bias": (96,),
+        "attention.o_proj.weight": (48, 48),
+        "attention.o_proj.bias": (48,),
+        "mlp.norm.weight": (48,),
+        "mlp.norm.bias": (48,),
+        "mlp.up_proj.weight": (88, 48),
+        "mlp.up_proj.bias": (88,),
+        "mlp.down_proj.weight": (48, 88),
+        "mlp.down_proj.bias": (48,),
+    }
+    assert not any(p.any() for n, p in make_decoder(**GPT2).named_parameters() if n.endswith("bias"))
 
 
 def test_initial_scale():
@@ -264,10 +286,11 @@ def test_bf16_autocast_and_bf16_parameters(backend, parameters):
         assert (a.grad.double() - b.grad).norm() / b.grad.norm() < 0.1, name
 
 
+@pytest.mark.parametrize("changes", [{}, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("backend", ["coda", "eager"])
-def test_compile_fullgraph(backend):
+def test_compile_fullgraph(backend, changes):
     torch._dynamo.reset()
-    model, tokens, targets = make_decoder(backend), make_tokens(), make_tokens(seed=3)
+    model, tokens, targets = make_decoder(backend, **changes), make_tokens(), make_tokens(seed=3)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens), model(tokens))
     compiled(tokens, targets).backward()
@@ -362,6 +385,15 @@ def test_generate_sampling():
         (dict(norm_eps=float("nan")), "norm_eps is nan"),
         (dict(max_seq_len=None), "max_seq_len is None"),
         (dict(tie_embeddings=1), "tie_embeddings is 1"),
+        (dict(rotary_dim=False), "rotary_dim is False"),
+        (dict(rotary_dim=-2), "rotary_dim is -2"),
+        (dict(norm="batch"), "norm is 'batch', expected 'rms' or 'layer'"),
+        (dict(mlp="deep"), "mlp is 'deep', expected 'gated' or 'plain'"),
+        (dict(activation="relu"), "activation is 'relu'"),
+        (dict(mlp="plain", activation="swiglu"), "activation is 'swiglu', expected 'relu', 'relu2'"),
+        (dict(mlp_bias=True), "mlp_bias is True, expected False with mlp = 'gated'"),
+        (dict(mlp="plain", mlp_bias=1), "mlp_bias is 1"),
+        (dict(o_bias="yes"), "o_bias is 'yes'"),
     ],
 )
 def test_config_errors_name_field_value_and_expectation(changes, field):
@@ -392,6 +424,10 @@ def test_argument_errors():
             model.generate(make_tokens(), **arguments)
     with pytest.raises(ValueError, match="at least one token"):
         model.generate(torch.zeros(1, 0, dtype=torch.long), 1)
+    with pytest.raises(ValueError, match="norm is 'batch', expected 'rms' or 'layer'"):
+        MLP(8, 8, norm="batch")
+    with pytest.raises(ValueError, match="bias is True, expected False for a gated layer"):
+        MLP(8, 8, bias=True)
     for build in (lambda: make_decoder("cuda"), lambda: MLP(8, 8, backend="x"), lambda: Attention(8, 2, backend=None)):
         with pytest.raises(ValueError, match="backend is .*, expected one of 'coda', 'eager'"):
             build()

@@ -31,6 +31,10 @@ def norm(x, weight, eps=1e-6):
     return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
 
 
+def layer_norm(x, weight, bias, eps=1e-6):
+    return F.layer_norm(x, x.shape[-1:], *(None if t is None else t.to(x.dtype) for t in (weight, bias)), eps)
+
+
 def tables(positions, half, x):
     """cos and sin [positions, half] in float32, or beside a float64 x the same values in float64."""
     angle = torch.arange(positions, device=x.device).unsqueeze(1) * 0.7 ** torch.arange(1, half + 1, device=x.device)
@@ -76,9 +80,9 @@ def _linear(activation=None):
     return Case(function, reference, shapes, activation == "relu")
 
 
-def _linear_residual():
+def _linear_residual(norm="rms"):
     def function(a, weight, residual, bias=None):
-        return coda.linear_residual(a, weight, residual, bias=bias, next_norm_weight=torch.ones_like(weight[:, 0]))[0]
+        return coda.linear_residual(a, weight, residual, bias=bias, next_norm_weight=torch.ones_like(weight[:, 0]), next_norm=norm)[0]
 
     shapes = lambda m, d, n: dict(a=(m, d), weight=(n, d), residual=(m, n), bias=(n,))
     return Case(function, lambda a, weight, residual, bias=None: residual + F.linear(a, weight, bias), shapes)
@@ -92,6 +96,24 @@ def _norm_linear(activation=None):
         return x, ACTIVATIONS[activation](F.linear(norm(x, norm_weight, 1e-5), weight, bias))
 
     return Case(function, reference, lambda m, d, n: dict(x=(m, d), weight=(n, d), norm_weight=(d,), bias=(n,)), activation == "relu")
+
+
+def _layer_norm_linear(activation=None):
+    options = dict(activation=activation, eps=1e-5, norm="layer")
+
+    def function(x, weight, norm_weight=None, norm_bias=None, bias=None):
+        return coda.norm_linear(x, norm_weight, weight, bias, norm_bias=norm_bias, **options)
+
+    def reference(x, weight, norm_weight=None, norm_bias=None, bias=None):
+        act = GATED[activation] if activation in GATED else ACTIVATIONS[activation]
+        y = F.linear(layer_norm(x, norm_weight, norm_bias, 1e-5), weight, bias)
+        return x, act(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if activation in GATED else act(y)
+
+    def shapes(m, d, n):
+        weights = dict(weight=(2 * n, d)) if activation in GATED else dict(weight=(n, d), bias=(n,))
+        return dict(x=(m, d), norm_weight=(d,), norm_bias=(d,)) | weights
+
+    return Case(function, reference, shapes, activation == "relu")
 
 
 def _norm_linear_gated(activation, pair):
@@ -121,21 +143,22 @@ def head_norm(t, weight, eps):
     return F.rms_norm(t, t.shape[-1:], weight.to(t.dtype), eps)
 
 
-def _rope(head_dim, rotary_dim, interleaved=False, positions=None, heads=(1, 1), qk_norm=False):
+def _rope(head_dim, rotary_dim, interleaved=False, positions=None, heads=(1, 1), kind="rms", qk_norm=False):
     def parts(x):
         cos, sin = tables(3 * x.shape[1] + 1, rotary_dim // 2, x)
         return cos, sin, *positions_of(positions, *x.shape[:2], x.device)
 
-    def function(x, w_qkv, norm_weight=None, bias=None, q_norm=None, k_norm=None):
+    def function(x, w_qkv, norm_weight=None, bias=None, norm_bias=None, q_norm=None, k_norm=None):
         cos, sin, given, _ = parts(x)
         options = dict(num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, positions=given, interleaved=interleaved)
         if qk_norm:
             options |= dict(q_norm_weight=q_norm, k_norm_weight=k_norm, qk_norm_eps=1e-4)
-        return coda.norm_linear_rope(x, norm_weight, w_qkv, cos, sin, bias=bias, **options)
+        return coda.norm_linear_rope(x, norm_weight, w_qkv, cos, sin, bias=bias, norm=kind, norm_bias=norm_bias, **options)
 
-    def reference(x, w_qkv, norm_weight=None, bias=None, q_norm=None, k_norm=None):
+    def reference(x, w_qkv, norm_weight=None, bias=None, norm_bias=None, q_norm=None, k_norm=None):
         cos, sin, _, rows = parts(x)
-        qkv = F.linear(norm(x, norm_weight), w_qkv, bias).unflatten(-1, (-1, head_dim))
+        normed = norm(x, norm_weight) if kind == "rms" else layer_norm(x, norm_weight, norm_bias)
+        qkv = F.linear(normed, w_qkv, bias).unflatten(-1, (-1, head_dim))
         q, k, v = qkv.split((heads[0], heads[1], heads[1]), -2)
         if qk_norm:
             q, k = head_norm(q, q_norm, 1e-4), head_norm(k, k_norm, 1e-4)
@@ -143,8 +166,12 @@ def _rope(head_dim, rotary_dim, interleaved=False, positions=None, heads=(1, 1),
 
     columns = (heads[0] + 2 * heads[1]) * head_dim
     batch = lambda m: 2 if m % 2 == 0 else 1
-    norms = dict(q_norm=(head_dim,), k_norm=(head_dim,)) if qk_norm else {}
-    shapes = lambda m, d, n: dict(x=(batch(m), m // batch(m), d), w_qkv=(columns, d), norm_weight=(d,), bias=(columns,)) | norms
+    heads_norms = dict(q_norm=(head_dim,), k_norm=(head_dim,)) if qk_norm else {}
+
+    def shapes(m, d, n):
+        always = dict(x=(batch(m), m // batch(m), d), w_qkv=(columns, d), norm_weight=(d,), bias=(columns,))
+        return always | heads_norms | ({} if kind == "rms" else dict(norm_bias=(d,)))
+
     return Case(function, reference, shapes)
 
 
@@ -190,13 +217,39 @@ def _chain():
     return Case(function, reference, shapes)
 
 
+# The same with LayerNorms and biases, as in GPT-2.
+def _layer_chain():
+    layer = dict(norm="layer", eps=1e-5)
+    following = dict(next_norm="layer", eps=1e-5)
+
+    def function(a, w_out, b_out, residual, norm1, norm_bias1, w_up, bias, w_down, b_down, norm2, norm_bias2, w_qkv):
+        x, stats = coda.linear_residual(a, w_out, residual, bias=b_out, next_norm_weight=norm1, **following)
+        x, y = coda.norm_linear(x, norm1, w_up, bias, activation="gelu_tanh", stats=stats, norm_bias=norm_bias1, **layer)
+        x, stats = coda.linear_residual(y, w_down, x, bias=b_down, next_norm_weight=norm2, **following)
+        return coda.norm_linear(x, norm2, w_qkv, stats=stats, norm_bias=norm_bias2, **layer)
+
+    def reference(a, w_out, b_out, residual, norm1, norm_bias1, w_up, bias, w_down, b_down, norm2, norm_bias2, w_qkv):
+        x = residual + F.linear(a, w_out, b_out)
+        x = x + F.linear(gelu_tanh(F.linear(layer_norm(x, norm1, norm_bias1, 1e-5), w_up, bias)), w_down, b_down)
+        return x, F.linear(layer_norm(x, norm2, norm_bias2, 1e-5), w_qkv)
+
+    def shapes(m, d, n):
+        mlp = dict(norm1=(d,), norm_bias1=(d,), w_up=(n, d), bias=(n,), w_down=(d, n), b_down=(d,))
+        return dict(a=(m, n), w_out=(d, n), b_out=(d,), residual=(m, d)) | mlp | dict(norm2=(d,), norm_bias2=(d,), w_qkv=(n, d))
+
+    return Case(function, reference, shapes)
+
+
 CASES = {
     "linear": _linear(),
     **{f"linear-{a}": _linear(a) for a in ACTIVATIONS if a},
     "linear_residual": _linear_residual(),
+    "linear_residual-layer": _linear_residual("layer"),
     **{f"norm_linear-{a}": _norm_linear(a) for a in ACTIVATIONS},
     **{f"norm_linear-{a}{'-pair' * pair}": _norm_linear_gated(a, pair) for a in GATED for pair in (False, True)},
+    **{f"norm_linear-layer-{a}": _layer_norm_linear(a) for a in (*ACTIVATIONS, "swiglu")},
     "rope": _rope(4, 4, heads=(2, 1)),
+    "rope-layer": _rope(4, 4, heads=(2, 1), kind="layer"),
     "rope-interleaved": _rope(8, 8, True, ("T", torch.int64)),
     "rope-partial": _rope(4, 2, positions=("BT", torch.int32), heads=(2, 1)),
     "rope-partial-interleaved": _rope(8, 4, True, ("BT", torch.int64)),
@@ -204,6 +257,7 @@ CASES = {
     "rope-not-divisible-interleaved": _rope(6, 4, True),
     **{f"rope-{r}": _rope(r, r, heads=(4, 2)) for r in (32, 64, 128)},  # the widths that have a kernel
     "rope-qk-norm": _rope(4, 4, heads=(2, 1), qk_norm=True),
+    "rope-layer-qk-norm": _rope(4, 4, heads=(2, 1), kind="layer", qk_norm=True),
     "rope-qk-norm-interleaved": _rope(8, 8, True, ("T", torch.int64), qk_norm=True),
     "rope-qk-norm-partial": _rope(6, 2, positions=("BT", torch.int32), heads=(4, 2), qk_norm=True),
     "rope-qk-norm-still": _rope(4, 0, qk_norm=True),
@@ -212,6 +266,7 @@ CASES = {
     "mlp-residual-is-x": _mlp(residual="x"),
     "mlp-pair": _mlp("gelu", residual="x", pair=True),
     "chain": _chain(),
+    "layer-chain": _layer_chain(),
 }
 # One of each kind, for what does not depend on the formula.
 KINDS = [
@@ -221,12 +276,17 @@ KINDS = [
     "norm_linear-None",
     "norm_linear-gelu",
     "norm_linear-swiglu-pair",
+    "norm_linear-layer-None",
+    "norm_linear-layer-gelu",
+    "norm_linear-layer-swiglu",
     "rope",
+    "rope-layer",
     "rope-partial-interleaved",
     "rope-qk-norm",
     "mlp-silu",
     "mlp-residual-is-x",
     "chain",
+    "layer-chain",
 ]
 
 

@@ -49,12 +49,12 @@ def test_gradcheck_every_subset(name):
         assert torch.autograd.gradcheck(function, [values[k] for k in wanted], fast_mode=len(wanted) < len(tensors)), wanted
 
 
-@pytest.mark.parametrize("left_out", ["norm_weight", "bias", "residual", "given"])
+@pytest.mark.parametrize("left_out", ["norm_weight", "norm_bias", "bias", "residual", "given"])
 @pytest.mark.parametrize("name", KINDS)
 def test_without_an_optional_tensor(device, name, left_out):
     case = CASES[name]
     tensors = case.tensors(34, 40, 72, sixteen_on_cuda(device), device)
-    if left_out not in tensors or name == "chain" or (name, left_out) == ("linear_residual", "residual"):
+    if left_out not in tensors or name.endswith("chain") or (name, left_out) == ("linear_residual", "residual"):
         pytest.skip("not optional here")
     tensors.pop(left_out)
     compare(case, tensors, ROUNDINGS)
@@ -64,7 +64,8 @@ def test_without_an_optional_tensor(device, name, left_out):
 def test_float32_norm_weight(device, name):
     case = CASES[name]
     tensors = case.tensors(34, 40, 72, torch.bfloat16, device)
-    tensors["norm_weight"] = tensors["norm_weight"].float() + 2.0**-12  # no bf16 number
+    for key in {"norm_weight", "norm_bias"} & set(tensors):
+        tensors[key] = tensors[key].float() + 2.0**-12  # no bf16 number
     compare(case, tensors, ROUNDINGS)
 
 
@@ -227,7 +228,9 @@ def test_autocast(device, name, dtype):
     assert all(g.dtype == torch.float32 and error(g, expected[k]) < 2 * limit for k, g in got.items())
 
 
-@pytest.mark.parametrize("name", ["rope", "rope-qk-norm", "norm_linear-swiglu-pair", "chain"])
+@pytest.mark.parametrize(
+    "name", ["rope", "rope-layer", "rope-qk-norm", "norm_linear-swiglu-pair", "norm_linear-layer-swiglu", "chain", "layer-chain"]
+)
 def test_compile_fullgraph(device, name):
     case = CASES[name]
     torch._dynamo.reset()

@@ -125,14 +125,46 @@ def test_statistics_of_the_sum(device, dtype, m, k, n, weight, poisoned_memory):
     torch.testing.assert_close(out, coda.linear(x, w, b, residual=r))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("m, k, n", [(33, 40, 72), (1, 64, 128), (129, 72, 1032), (5, 7, 13), (0, 8, 8), (3, 0, 8)])
+@pytest.mark.parametrize("mean", [0, 10])
+def test_layer_statistics_of_the_sum(device, dtype, m, k, n, mean, poisoned_memory):
+    x, w, b, r = inputs(m, k, n, dtype, device)
+    r += mean
+    g = torch.rand(n, dtype=torch.float64).to(dtype).to(device)
+    out, stats = coda.linear_residual(x, w, r, bias=b, next_norm_weight=g, eps=1e-4, next_norm="layer")
+    wide = out.double()
+    assert stats.mean.shape == stats.rstd.shape == (m,) and stats.mean.dtype == stats.rstd.dtype
+    limit = 1e-12 if dtype == torch.float64 else 1e-6
+    variance = (wide - wide.mean(-1, keepdim=True)).square().mean(-1)
+    assert error(stats.rstd, (variance + 1e-4).rsqrt()) < limit * (1 + mean**2 / 4)
+    assert (stats.mean - wide.mean(-1)).norm() <= limit * wide.square().mean(-1).sqrt().norm()
+    assert error(stats.h, wide * g.double()) <= torch.finfo(dtype).eps
+    torch.testing.assert_close(out, coda.linear_residual(x, w, r, bias=b))
+
+
+def test_a_constant_row_has_no_variance(device):
+    """Where the difference that makes it might be negative."""
+    dtype = sixteen_on_cuda(device)
+    r = torch.tensor([[3.140625], [1000.0], [0.1]], device=device).to(dtype).expand(3, 520)
+    x, w = torch.zeros(3, 8, device=device, dtype=dtype), torch.zeros(520, 8, device=device, dtype=dtype)
+    _, stats = coda.linear_residual(x, w, r, next_norm_weight=torch.ones_like(w[:, 0]), eps=1e-2, next_norm="layer")
+    torch.testing.assert_close(stats.mean, r[:, 0].float())
+    limit = 520**0.5 * 2.0**-23 * r[:, 0].float().square()  # of a sum in float32
+    assert ((stats.rstd**-2 - 1e-2).abs() <= limit + 1e-6).all()
+
+
 def test_statistics_in_autocast(device):
     """The sum with an fp32 residual is formed after the product, and so are its statistics."""
     x, w, b, r = inputs(9, 16, 24, torch.float32, device)
     g = torch.rand(24).to(device)
     with torch.autocast(device, torch.bfloat16):
         out, stats = coda.linear_residual(x, w, r, bias=b, next_norm_weight=g)
+        layer, of_layer = coda.linear_residual(x, w, r, bias=b, next_norm_weight=g, next_norm="layer")
         narrow, of_narrow = coda.linear_residual(x, w, r.bfloat16(), bias=b, next_norm_weight=g)
     assert out.dtype == stats.h.dtype == torch.float32 and narrow.dtype == of_narrow.h.dtype == torch.bfloat16
+    assert error(of_layer.rstd, (layer.double().var(-1, correction=0) + 1e-6).rsqrt()) < 1e-6
+    of_layer.check(layer, g, 1e-6, "layer")
     for total, s in ((out, stats), (narrow, of_narrow)):
         assert error(s.rstd, (total.double().square().mean(-1) + 1e-6).rsqrt()) < 1e-6
         s.check(total, g, 1e-6)
@@ -159,6 +191,9 @@ def test_no_gradient_through_statistics():
         (dict(residual=torch.ones(3, 5, dtype=torch.float64)), TypeError, "residual has dtype Double, expected Float"),
         (dict(residual=torch.ones(3, 5, device="meta")), ValueError, "residual is on meta"),
         (dict(bias=torch.ones(4)), ValueError, "bias has shape [4], expected [5]"),
+        (dict(next_norm="batch"), ValueError, "next_norm is 'batch', expected one of 'rms', 'layer'"),
+        (dict(next_norm="layer", next_norm_weight=torch.ones(4)), ValueError, "next_norm_weight has shape [4], expected [5]"),
+        (dict(next_norm="layer", bias=torch.ones(4)), ValueError, "bias has shape [4], expected [5]"),
         (dict(next_norm_weight=1), TypeError, "next_norm_weight is int"),
         (dict(next_norm_weight=torch.ones(4)), ValueError, "next_norm_weight has shape [4], expected [5]"),
         (dict(next_norm_weight=torch.ones(5, dtype=torch.float64)), TypeError, "next_norm_weight has dtype Double"),

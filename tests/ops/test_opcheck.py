@@ -17,6 +17,7 @@ def calls(dtype, device):
     tables, positions = (angle.cos(), angle.sin()), torch.arange(M, device=device)
     heads = [t(2, M // 2, h, HEAD) for h in (2, 1, 1)]
     gate_up, down, z, dy = t(2 * F, D), t(D, F), t(M, 2 * F), t(M, D)
+    u = torch.randn(F, device=device)
     pair = gate_up[:F].clone(), gate_up[F:].clone()
     rope = (*tables, positions, 1, HEAD, 3 * HEAD, False)
     head_norms = t(HEAD), t(HEAD), 1e-5, 2 * HEAD
@@ -26,6 +27,17 @@ def calls(dtype, device):
         "gemm": [(x, w.t(), bias, res, 1.5, 0.5), (x, w.t())],
         "gemm_accumulate_": [(torch.randn(M, N, device=device), x, w.t())],
         "linear": [(x, w, bias, res), (x, w, None, None)],
+        "layer_norm_stats": [(x, g, t(D), 1e-6, True), (x, g, None, 1e-6, False), (x, None, None, 1e-6, False)],
+        "linear_residual_moments": [(x, w, bias, res, t(N), 1e-6), (x, w, None, res, None, 1e-6)],
+        "layer_act": [(x, rstd, statistics(), w, bias, g, t(D), "gelu", True), (x, rstd, statistics(), w, None, None, None, "identity", True)],
+        "dact_layer": [
+            (dy, down, t(M, F), rstd, u, u + 1, "gelu", D, True, True),
+            (t(M, F), None, t(M, F), rstd, u, u, "relu", D, False, False),
+        ],
+        "layer_norm_backward": [
+            (t(M, F), t(F, D), x, g, t(D), rstd, *(statistics() for _ in range(3)), dy, True, True),
+            (t(M, F), t(F, D), x, None, None, rstd, *(statistics() for _ in range(3)), None, True, False),
+        ],
         "linear_residual": [(x, w, bias, res, t(N), 1e-6), (x, w, None, res, None, 1e-6)],
         "rstd_act": [(x, rstd, w, bias, "gelu", True), (x, None, w, None, "identity", True), (x, rstd, w, None, "relu", False)],
         "rstd_glu": [(x, rstd, gate_up, None, "silu", True), (x, None, *pair, "gelu", False)],
@@ -48,7 +60,7 @@ def calls(dtype, device):
 
 
 NAMES = sorted(calls(torch.float32, "cpu"))
-DIFFERENTIABLE = ("rms_norm_stats", "linear", "linear_residual", "fused_mlp")
+DIFFERENTIABLE = ("rms_norm_stats", "linear", "linear_residual", "linear_residual_moments", "fused_mlp")
 
 
 def test_every_operator_is_here():
