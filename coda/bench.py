@@ -76,6 +76,7 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Proble
     mean, u = torch.randn(m, device="cuda"), torch.randn(f, device="cuda")
     angle = torch.rand(m, preset.head_dim // 2, device="cuda") * 6
     cos, sin = angle.cos(), angle.sin()
+    queries, g_head = preset.heads * preset.head_dim, new(preset.head_dim)
     turning = (preset.heads + preset.kv_heads) * preset.head_dim
     wide, one, qkv = torch.empty_like(z), torch.empty_like(x), torch.empty_like(dz_qkv)
     narrow, dw = torch.empty_like(y), torch.empty_like(w)
@@ -85,12 +86,19 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Proble
         gate, up = F.linear(norm(x, g), w).chunk(2, -1)
         return F.silu(gate) * up
 
-    def rope(x, g, w, cos, sin):
-        y = F.linear(norm(x, g), w)
-        heads = y[:, :turning].unflatten(1, (-1, preset.head_dim)).float()
+    def turned(heads, y, cos, sin):
         a, b = heads.chunk(2, -1)
         c, s = cos[:, None], sin[:, None]
         return torch.cat((torch.cat((a * c - b * s, a * s + b * c), -1).flatten(1).to(y.dtype), y[:, turning:]), 1)
+
+    def rope(x, g, w, cos, sin):
+        y = F.linear(norm(x, g), w)
+        return turned(y[:, :turning].unflatten(1, (-1, preset.head_dim)).float(), y, cos, sin)
+
+    def qknorm_rope(x, g, w, g_head, cos, sin):
+        y = F.linear(norm(x, g), w)
+        heads = y[:, :turning].unflatten(1, (-1, preset.head_dim))
+        return turned(F.rms_norm(heads, (preset.head_dim,), g_head, 1e-6).float(), y, cos, sin)
 
     def dswiglu(dy, w, z):
         gate, up = z.chunk(2, 1)
@@ -115,6 +123,9 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Proble
                 lambda: torch.mm(x, w_qkv.t(), out=qkv), rope, (x, g, w_qkv, cos, sin)),
         Problem("rstd_rope_adjacent", "qkv", "tn", lambda: ops.rstd_rope(x, rstd, w_qkv, None, cos, sin, None, m, preset.head_dim, turning, True),
                 lambda: torch.mm(x, w_qkv.t(), out=qkv)),
+        Problem("rstd_qknorm_rope", "qkv", "tn",
+                lambda: ops.rstd_qknorm_rope(x, rstd, w_qkv, None, g_head, g_head, 1e-6, queries, cos, sin, None, m, preset.head_dim, turning, False, True),
+                lambda: torch.mm(x, w_qkv.t(), out=qkv), qknorm_rope, (x, g, w_qkv, g_head, cos, sin)),
         Problem("rstd", "qkv", "tn", lambda: ops.rstd_act(x, rstd, w_qkv, None, "identity", False), lambda: torch.mm(x, w_qkv.t(), out=qkv)),
         Problem("residual_sqsum", "out-proj", "tn", lambda: ops.linear_residual(x, w_o, None, res, g, 1e-6), lambda: torch.mm(x, w_o.t(), out=one),
                 residual_norm, (x, w_o, res, g)),
