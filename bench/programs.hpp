@@ -62,7 +62,7 @@ struct Program {
   int columns;  // of the accumulator, for each call
   std::vector<Slot> loads, sinks;
   Reference reference;
-  Reference term = nullptr;  // of a program with a HeadMean: what a call adds to it, in out[0]. The reference finds it behind its loads, -1 in other heads
+  Reference term = nullptr;  // of a program with a mean over heads: what a call adds to it, in out[0]. The reference finds it behind its loads, -1 in other heads
 
   int halves() const { return pairing == Pairing::kHalves ? 2 : 1; }  // GEMM columns for each column of the result
   bool rotates() const { return pairing == Pairing::kHeadHalves || pairing == Pairing::kAdjacent; }

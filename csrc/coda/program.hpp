@@ -31,8 +31,10 @@
 //     static constexpr int kHeadMeanLoads = ...;
 // has a function
 //     template <class Storage, class Real> CODA_HD static Real term(Real (&acc)[kColumns], in);    what a pair adds to the sum over its head
-// which may put into acc what apply is to find there, and an apply that takes a HeadMean<Real> before `out`. Heads are Rotation::head_dim columns
-// wide.
+// which may put into acc what apply is to find there, and a function
+//     template <class Real> CODA_HD static Real head(Real mean, bool inside, in);    of the mean over the head's columns, once a row and head
+// whose result apply takes before `out`. inside: the head is one of those that Rotation counts (queries' and keys'). `head` may read scalars only.
+// Heads are Rotation::head_dim columns wide.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -44,14 +46,6 @@
 namespace coda {
 
 enum class Pairing { kNone, kHalves, kHeadHalves, kAdjacent };
-
-// The mean, over the columns of a head, of what the pairs of the head contributed. inside: the head is one of those that Rotation counts (those of
-// the queries and keys); for others the value means nothing.
-template <class Real>
-struct HeadMean {
-  Real value = 0;
-  bool inside = false;
-};
 
 template <class... Ts>
 struct List {

@@ -113,17 +113,18 @@ CODA_HD void run_row(GemmArguments const& g, Acc const* acc, std::int64_t m, std
     (R::read(Loads{}, g, g.loads[kL], p, in + InputSlots<Program>::offset(int(kL))), ...);
     return p;
   };
-  [[maybe_unused]] HeadMean<Real> head;
+  [[maybe_unused]] Real head = 0;
   for (std::int64_t pair = begin; pair < g.n / kColumns; pair += step) {
     if constexpr (kHasHeadMean<Program>) {  // whole heads follow each other, all of whose columns are in pairs, and step is 1
       std::int64_t const pairs = g.rotation.head_dim / kColumns;
       if (pair % pairs == 0) {
         double sum = 0;
+        bool inside = false;
         for (std::int64_t i = pair; i < pair + pairs; ++i) {
-          head.inside = read(i).n < g.rotation.columns;
+          inside = read(i).n < g.rotation.columns;
           sum += double(Program::template term<Storage>(a, in));
         }
-        head.value = Real(sum / double(g.rotation.head_dim));
+        head = Program::head(Real(sum / double(g.rotation.head_dim)), inside, in);
       }
     }
     Place const p = read(pair);

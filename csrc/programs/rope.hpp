@@ -63,9 +63,12 @@ struct RstdQkNormRope {
     acc[1] = Real(Storage(in[kRstd] * acc[1] + in[kBiasB]));
     return acc[0] * acc[0] + acc[1] * acc[1];
   }
+  template <class Real>
+  CODA_HD static Real head(Real mean, bool inside, Real const (&in)[8]) {
+    return inside ? inverse_sqrt(mean + in[kEps]) : Real(1);
+  }
   template <class Storage, class Real>
-  CODA_HD static void apply(Real const (&z)[2], Real const (&in)[8], HeadMean<Real> const& head, Real (&out)[4]) {
-    Real const scale = head.inside ? inverse_sqrt(head.value + in[kEps]) : Real(1);
+  CODA_HD static void apply(Real const (&z)[2], Real const (&in)[8], Real scale, Real (&out)[4]) {
     auto const turned = rotate(scale * z[0] * in[kGammaA], scale * z[1] * in[kGammaB], in[kCos], in[kSin]);
     out[0] = turned.a, out[1] = turned.b;
     out[2] = z[0], out[3] = z[1];

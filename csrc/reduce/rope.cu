@@ -44,36 +44,36 @@ __device__ float warp_sum(float sum) {
   return sum;
 }
 
-// One row: its position, and where its columns come from.
-template <class T>
-struct RopeRow {
-  Rope const& p;
-  std::int64_t m, position, batch, token;
-  __device__ RopeRow(Rope const& p_, std::int64_t m_) : p(p_), m(m_) {
-    Rotation const& turn = p.rotation;
-    position = turn.positions == nullptr ? m % turn.period
-               : turn.positions64        ? static_cast<std::int64_t const*>(turn.positions)[m]
-                                         : static_cast<int const*>(turn.positions)[m];
-    batch = m / p.sequence, token = m % p.sequence;
-  }
-  __device__ T const* gradient(Rope::Gradient const& g, int head, int column) const {
-    return static_cast<T const*>(g.data) + batch * g.batch_stride + token * g.sequence_stride + head * g.head_stride + column;
-  }
-  __device__ std::int64_t cos_at(int pair) const { return position * p.cos_ld + pair; }
-  __device__ std::int64_t sin_at(int pair) const { return position * p.sin_ld + pair; }
-  // rsqrt(mean(z^2) + eps) of the head at z, in every lane of a warp.
-  template <int kVector>
-  __device__ float head_rstd(T const* z, int lane, int head_dim) const {
-    float sum = 0;
-    for (int c = lane * kVector; c < head_dim; c += 32 * kVector) {
-      float v[kVector];
-      load_vector(z + c, v);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sum += v[i] * v[i];
-    }
-    return inverse_sqrt(warp_sum(sum) / float(head_dim) + p.eps);
-  }
+// What a row takes some divisions to find out.
+struct RowFacts {
+  std::int64_t cos, sin;         // where its rows of the tables begin
+  std::int64_t gradients[3];     // where it begins in each gradient
+  float scale;                   // its rstd
 };
+
+template <bool kBackward>
+__device__ RowFacts facts_of(Rope const& p, std::int64_t m) {
+  Rotation const& turn = p.rotation;
+  unsigned const row = unsigned(m);  // dispatch allows 2^31 rows
+  std::int64_t const position = turn.positions == nullptr ? (m < turn.period ? m : std::int64_t(row % unsigned(turn.period)))
+                                : turn.positions64        ? static_cast<std::int64_t const*>(turn.positions)[m]
+                                                          : static_cast<int const*>(turn.positions)[m];
+  RowFacts facts{position * p.cos_ld, position * p.sin_ld, {}, 1.0f};
+  if constexpr (kBackward) {
+    unsigned const batch = row / unsigned(p.sequence), token = row % unsigned(p.sequence);
+    for (int i = 0; i < 3; ++i) facts.gradients[i] = batch * p.gradients[i].batch_stride + token * p.gradients[i].sequence_stride;
+    if (p.rstd != nullptr) facts.scale = p.rstd[m];
+  }
+  return facts;
+}
+
+// The gradient of head `head` of a row, and the columns behind it.
+template <class T>
+__device__ T const* head_gradient(Rope const& p, RowFacts const& facts, int head) {
+  int const q = int(p.gradients[0].columns / p.rotation.head_dim), k = int(p.gradients[1].columns / p.rotation.head_dim);
+  int const which = head < q ? 0 : head < q + k ? 1 : 2, first = which == 0 ? 0 : which == 1 ? q : q + k;
+  return static_cast<T const*>(p.gradients[which].data) + facts.gradients[which] + (head - first) * p.gradients[which].head_stride;
+}
 
 constexpr int kThreads = 128, kFewRows = 4;
 
@@ -90,6 +90,9 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
   int const turning_items = columns / head_dim * turning, items = turning_items + (int(p.n) - columns) / head_dim * still;
   std::int64_t const begin = std::int64_t(blockIdx.x) * kRows;
   int const count = int(p.m - begin < kRows ? p.m - begin : kRows);
+  __shared__ RowFacts facts[kRows];
+  if (int(threadIdx.x) < count) facts[threadIdx.x] = facts_of<kBackward>(p, begin + threadIdx.x);
+  __syncthreads();
   float dots[kRows] = {};
   for (int item = threadIdx.x; item < items; item += kThreads) {
     bool const turns = item < turning_items;
@@ -99,16 +102,18 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
     int const c = (within + (turns && !pair ? pairs : 0)) * kVector, column = head * head_dim + c;
     bool const rotates = kInterleaved ? turns && c < rotary : pair;
     if (!kBackward && !rotates) continue;
-    int which = 0, first_head = 0;  // of the gradient
+    int which = 0, first_head = 0;
     if constexpr (kBackward)
       while ((head - first_head) * head_dim >= int(p.gradients[which].columns)) first_head += int(p.gradients[which++].columns) / head_dim;
+    T const* const source = kBackward ? static_cast<T const*>(p.gradients[which].data) + (head - first_head) * p.gradients[which].head_stride + c
+                                      : static_cast<T const*>(p.y) + column;
     float sum_a[kVector] = {}, sum_b[kVector] = {};
     // `before` is the gradient as it came, `after` the one turned back.
-    auto const finish = [&](RopeRow<T> const& row, int at, float scale, float& dot, float (&sum)[kVector], float const (&before)[kVector],
+    auto const finish = [&](std::int64_t m, int at, float scale, float& dot, float (&sum)[kVector], float const (&before)[kVector],
                             float (&after)[kVector]) {
       if constexpr (kBackward) {
         float saved[kVector];
-        load_vector(static_cast<T const*>(p.y) + row.m * p.y_ld + at, saved);
+        load_vector(static_cast<T const*>(p.y) + m * p.y_ld + at, saved);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           dot += before[i] * saved[i];
@@ -119,46 +124,45 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
           after[i] *= scale;
         }
       }
-      store_vector(static_cast<T*>(p.out) + row.m * p.out_ld + at, after);
+      store_vector(static_cast<T*>(p.out) + m * p.out_ld + at, after);
     };
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= count) break;
-      RopeRow<T> const row(p, begin + r);
-      float const scale = kBackward && p.rstd != nullptr ? p.rstd[row.m] : 1.0f;
-      auto const read = [&](int offset, float (&v)[kVector]) {
-        load_vector(kBackward ? row.gradient(p.gradients[which], head - first_head, c + offset) : static_cast<T const*>(p.y) + row.m * p.y_ld + column + offset, v);
-      };
+      RowFacts const& row = facts[r];
+      std::int64_t const m = begin + r;
+      float const scale = row.scale;
+      auto const read = [&](int offset, float (&v)[kVector]) { load_vector(source + (kBackward ? row.gradients[which] : m * p.y_ld) + offset, v); };
       constexpr float kDirection = kBackward ? -1.0f : 1.0f;
       float a[kVector], new_a[kVector];
       read(0, a);
       if (!rotates) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) new_a[i] = a[i];
-        finish(row, column, scale, dots[r], sum_a, a, new_a);
+        finish(m, column, scale, dots[r], sum_a, a, new_a);
       } else if constexpr (kInterleaved) {
         constexpr int kPairs = kVector / 2;
         float cos[kPairs], sin[kPairs];
-        elements<T>(p.cos, p.wide_tables, row.cos_at(c / 2), cos);
-        elements<T>(p.sin, p.wide_tables, row.sin_at(c / 2), sin);
+        elements<T>(p.cos, p.wide_tables, row.cos + c / 2, cos);
+        elements<T>(p.sin, p.wide_tables, row.sin + c / 2, sin);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
           auto const turned = rotate(a[2 * i], a[2 * i + 1], cos[i], sin[i] * kDirection);
           new_a[2 * i] = turned.a, new_a[2 * i + 1] = turned.b;
         }
-        finish(row, column, scale, dots[r], sum_a, a, new_a);
+        finish(m, column, scale, dots[r], sum_a, a, new_a);
       } else {
         float b[kVector], new_b[kVector], cos[kVector], sin[kVector];
         read(rotary / 2, b);
-        elements<T>(p.cos, p.wide_tables, row.cos_at(c), cos);
-        elements<T>(p.sin, p.wide_tables, row.sin_at(c), sin);
+        elements<T>(p.cos, p.wide_tables, row.cos + c, cos);
+        elements<T>(p.sin, p.wide_tables, row.sin + c, sin);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           auto const turned = rotate(a[i], b[i], cos[i], sin[i] * kDirection);
           new_a[i] = turned.a, new_b[i] = turned.b;
         }
-        finish(row, column, scale, dots[r], sum_a, a, new_a);
-        finish(row, column + rotary / 2, scale, dots[r], sum_b, b, new_b);
+        finish(m, column, scale, dots[r], sum_a, a, new_a);
+        finish(m, column + rotary / 2, scale, dots[r], sum_b, b, new_b);
       }
     }
     if constexpr (kBias) {
@@ -189,13 +193,25 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
 }
 
 // --- QK-norm -----------------------------------------------------------------------------------------------------------------------
-// A warp takes a head of a row, a lane kVector neighbouring columns at a time. What a lane needs of other columns it reads again, from the
-// first-level cache.
+// For any heads: a warp takes a head of a row, a lane kVector neighbouring columns at a time. What a lane needs of other columns it reads again, from
+// the first-level cache. For heads of 16 kLanes columns that turn as a whole, in halves: kLanes lanes hold a head, eight columns of either half each.
+
+// rsqrt(mean(z^2) + eps) of the head at z, in every lane of a warp.
+template <int kVector, class T>
+__device__ float head_rstd(T const* z, int head_dim, float eps) {
+  float sum = 0;
+  for (int c = threadIdx.x % 32 * kVector; c < head_dim; c += 32 * kVector) {
+    float v[kVector];
+    load_vector(z + c, v);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum += v[i] * v[i];
+  }
+  return inverse_sqrt(warp_sum(sum) / float(head_dim) + eps);
+}
 
 // Columns c .. c + kVector of a head turned (kDirection 1) or turned back (-1), where read(column, values) gives kVector columns as they are before.
 template <class T, int kVector, bool kInterleaved, int kDirection, class Read>
-__device__ void turn_columns(RopeRow<T> const& row, int c, Read read, float (&out)[kVector]) {
-  Rope const& p = row.p;
+__device__ void turn_columns(Rope const& p, RowFacts const& row, int c, Read read, float (&out)[kVector]) {
   int const rotary = int(p.rotation.rotary_dim), half = rotary / 2;
   float own[kVector], other[kVector];
   read(c, own);
@@ -204,8 +220,9 @@ __device__ void turn_columns(RopeRow<T> const& row, int c, Read read, float (&ou
     for (int i = 0; i < kVector; ++i) out[i] = own[i];
     return;
   }
+  bool const upper = !kInterleaved && c >= half;  // vectors do not straddle
   if constexpr (!kInterleaved) {
-    read(c < half ? c + half : c - half, other);
+    read(upper ? c - half : c + half, other);
   } else if constexpr (kVector == 1) {
     read(c ^ 1, other);
   } else {
@@ -214,26 +231,27 @@ __device__ void turn_columns(RopeRow<T> const& row, int c, Read read, float (&ou
   }
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    int const at = kInterleaved ? (c + i) / 2 : (c + i) % half;
-    bool const first = kInterleaved ? (c + i) % 2 == 0 : c < half;
-    float const cos = element<T>(p.cos, p.wide_tables, row.cos_at(at)), sin = element<T>(p.sin, p.wide_tables, row.sin_at(at)) * kDirection;
+    int const at = kInterleaved ? (c + i) / 2 : (upper ? c - half : c) + i;
+    bool const first = kInterleaved ? (c + i) % 2 == 0 : !upper;
+    float const cos = element<T>(p.cos, p.wide_tables, row.cos + at), sin = element<T>(p.sin, p.wide_tables, row.sin + at) * kDirection;
     out[i] = first ? rotate(own[i], other[i], cos, sin).a : rotate(other[i], own[i], cos, sin).b;
   }
 }
 
-constexpr int kHeadWarps = 8;
+constexpr int kHeadWarps = 8, kHeadThreads = 32 * kHeadWarps, kHeadRows = int(kBiasRows);
 
 template <class T, int kVector, bool kInterleaved>
-__global__ void __launch_bounds__(32 * kHeadWarps) qk_norm_kernel(Rope p) {
+__global__ void __launch_bounds__(kHeadThreads) qk_norm_kernel(Rope p) {
   int const head_dim = int(p.rotation.head_dim), heads = int(p.n) / head_dim, lane = threadIdx.x % 32;
   std::int64_t const item = std::int64_t(blockIdx.x) * kHeadWarps + threadIdx.x / 32;
   if (item >= p.m * heads) return;
-  RopeRow<T> const row(p, item / heads);
-  int const begin = int(item % heads) * head_dim;
-  T const* z = static_cast<T const*>(p.product) + row.m * p.product_ld + begin;
-  T* out = static_cast<T*>(p.out) + row.m * p.out_ld + begin;
+  std::int64_t const m = unsigned(item) / unsigned(heads);
+  RowFacts const row = facts_of<false>(p, m);
+  int const begin = int(item - m * heads) * head_dim;
+  T const* z = static_cast<T const*>(p.product) + m * p.product_ld + begin;
+  T* out = static_cast<T*>(p.out) + m * p.out_ld + begin;
   bool const normed = begin < p.rotation.columns;
-  float const scale = normed ? row.template head_rstd<kVector>(z, lane, head_dim) : 1.0f;
+  float const scale = normed ? head_rstd<kVector>(z, head_dim, p.eps) : 1.0f;
   void const* gamma = p.gammas[begin < p.rotation.query_columns ? 0 : 1];
   for (int c = lane * kVector; c < head_dim; c += 32 * kVector) {
     float values[kVector];
@@ -243,7 +261,7 @@ __global__ void __launch_bounds__(32 * kHeadWarps) qk_norm_kernel(Rope p) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) v[i] *= scale * element<T>(gamma, p.wide_gammas, column + i);
       };
-      turn_columns<T, kVector, kInterleaved, 1>(row, c, read, values);
+      turn_columns<T, kVector, kInterleaved, 1>(p, row, c, read, values);
     } else {
       load_vector(z + c, values);
     }
@@ -251,61 +269,87 @@ __global__ void __launch_bounds__(32 * kHeadWarps) qk_norm_kernel(Rope p) {
   }
 }
 
-// A block takes kBiasRows rows, a warp the heads warp, warp + kHeadWarps, ... of each, so that what is summed over rows has one owner.
+// What the two backward kernels begin and end with. A block takes kHeadRows rows.
+struct BackwardBlock {
+  RowFacts facts[kHeadRows];
+  std::int64_t first;
+  int count;
+  __device__ void begin(Rope const& p) {
+    if (threadIdx.x == 0) first = std::int64_t(blockIdx.x) * kHeadRows, count = int(p.m - first < kHeadRows ? p.m - first : kHeadRows);
+    __syncthreads();
+    if (int(threadIdx.x) < count) facts[threadIdx.x] = facts_of<true>(p, first + threadIdx.x);
+    __syncthreads();
+  }
+  // dots: [parts][kHeadRows], what the parts of a block found for each row.
+  __device__ void finish_row(Rope const& p, float const* dots, int parts) const {
+    if (int(threadIdx.x) >= count) return;
+    float dot = 0;
+    for (int i = 0; i < parts; ++i) dot += dots[i * kHeadRows + threadIdx.x];
+    p.correction[first + threadIdx.x] = norm_correction(facts[threadIdx.x].scale, dot, p.width);
+  }
+  __device__ void finish_gammas(Rope const& p, float const* sums, int parts) const {  // sums: [parts][2 head_dim]
+    int const width = 2 * int(p.rotation.head_dim);
+    for (int c = threadIdx.x; c < width; c += kHeadThreads) {
+      float sum = 0;
+      for (int i = 0; i < parts; ++i) sum += sums[i * width + c];
+      p.gamma_partials[std::int64_t(blockIdx.x) * width + c] = sum;
+    }
+  }
+};
+
+// A warp takes the heads warp, warp + kHeadWarps, ... of each row, so that what is summed over rows has one owner.
 template <class T, int kVector, bool kInterleaved>
-__global__ void __launch_bounds__(32 * kHeadWarps) qk_norm_backward_kernel(Rope p) {
+__global__ void __launch_bounds__(kHeadThreads) qk_norm_backward_kernel(Rope p) {
   extern __shared__ float gamma_sums[];  // [kHeadWarps][2][head_dim]: a lane owns its columns, so nobody waits
-  __shared__ float dots[kHeadWarps][kBiasRows];
+  __shared__ BackwardBlock block;
+  __shared__ float dots[kHeadWarps][kHeadRows];
   int const head_dim = int(p.rotation.head_dim), heads = int(p.n) / head_dim, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  std::int64_t const first_row = std::int64_t(blockIdx.x) * kBiasRows;
-  int const count = int(p.m - first_row < kBiasRows ? p.m - first_row : kBiasRows);
   float* const own_sums = gamma_sums + warp * 2 * head_dim;
   for (int c = lane; c < 2 * head_dim; c += 32) own_sums[c] = 0;
-  if (lane < kBiasRows) dots[warp][lane] = 0;
-  __syncwarp();
+  if (lane < kHeadRows) dots[warp][lane] = 0;
+  block.begin(p);
   for (int head = warp; head < heads; head += kHeadWarps) {
-    int which = 0, first_head = 0;
-    while ((head - first_head) * head_dim >= int(p.gradients[which].columns)) first_head += int(p.gradients[which++].columns) / head_dim;
     int const begin = head * head_dim, kind = begin < p.rotation.query_columns ? 0 : 1;
     bool const normed = begin < p.rotation.columns;
     auto const gamma = [&](int c) { return element<T>(p.gammas[kind], p.wide_gammas, c); };
-    for (int r = 0; r < count; ++r) {
-      RopeRow<T> const row(p, first_row + r);
-      float const scale = p.rstd == nullptr ? 1.0f : p.rstd[row.m];
-      T* const out = static_cast<T*>(p.out) + row.m * p.out_ld + begin;
-      T const* const z = normed ? static_cast<T const*>(p.product) + row.m * p.product_ld + begin : static_cast<T const*>(p.y) + row.m * p.y_ld + begin;
-      auto const read = [&](int column, float (&v)[kVector]) { load_vector(row.gradient(p.gradients[which], head - first_head, column), v); };
-      float head_rstd = 1, mean = 0, dot = 0;
+    for (int r = 0; r < block.count; ++r) {
+      RowFacts const& row = block.facts[r];
+      std::int64_t const m = block.first + r;
+      T* const out = static_cast<T*>(p.out) + m * p.out_ld + begin;
+      T const* const z = normed ? static_cast<T const*>(p.product) + m * p.product_ld + begin : static_cast<T const*>(p.y) + m * p.y_ld + begin;
+      T const* const gradient = head_gradient<T>(p, row, head);
+      auto const read = [&](int column, float (&v)[kVector]) { load_vector(gradient + column, v); };
+      float rstd = 1, mean = 0, dot = 0;
       if (normed) {
-        head_rstd = row.template head_rstd<kVector>(z, lane, head_dim);
+        rstd = head_rstd<kVector>(z, head_dim, p.eps);
         float sum = 0;
         for (int c = lane * kVector; c < head_dim; c += 32 * kVector) {
           float dw[kVector], v[kVector];
-          turn_columns<T, kVector, kInterleaved, -1>(row, c, read, dw);
+          turn_columns<T, kVector, kInterleaved, -1>(p, row, c, read, dw);
           load_vector(z + c, v);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) sum += gamma(c + i) * dw[i] * (head_rstd * v[i]);
+          for (int i = 0; i < kVector; ++i) sum += gamma(c + i) * dw[i] * (rstd * v[i]);
         }
         mean = warp_sum(sum) / float(head_dim);
       }
       for (int c = lane * kVector; c < head_dim; c += 32 * kVector) {
         float dw[kVector], v[kVector], scaled[kVector];
-        normed ? turn_columns<T, kVector, kInterleaved, -1>(row, c, read, dw) : read(c, dw);
+        normed ? turn_columns<T, kVector, kInterleaved, -1>(p, row, c, read, dw) : read(c, dw);
         load_vector(z + c, v);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           float dz = dw[i];
           if (normed) {
-            float const n = head_rstd * v[i];
+            float const n = rstd * v[i];
             own_sums[kind * head_dim + c + i] += dw[i] * n;
-            dz = head_norm_dz(gamma(c + i) * dw[i], n, mean, head_rstd);
+            dz = head_norm_dz(gamma(c + i) * dw[i], n, mean, rstd);
           }
           dot += dz * (v[i] - (p.bias == nullptr ? 0.0f : element<T>(p.bias, p.wide_bias, begin + c + i)));
           if (p.bias != nullptr) {
             float& sum = p.bias_partials[std::int64_t(blockIdx.x) * p.n + begin + c + i];
             sum = r == 0 ? dz : sum + dz;
           }
-          scaled[i] = dz * scale;
+          scaled[i] = dz * row.scale;
         }
         store_vector(out + c, scaled);
       }
@@ -314,45 +358,133 @@ __global__ void __launch_bounds__(32 * kHeadWarps) qk_norm_backward_kernel(Rope 
     }
   }
   __syncthreads();
-  for (int c = threadIdx.x; c < 2 * head_dim; c += 32 * kHeadWarps) {
-    float sum = 0;
-    for (int w = 0; w < kHeadWarps; ++w) sum += gamma_sums[w * 2 * head_dim + c];
-    p.gamma_partials[std::int64_t(blockIdx.x) * 2 * head_dim + c] = sum;
+  block.finish_gammas(p, gamma_sums, kHeadWarps);
+  block.finish_row(p, dots[0], kHeadWarps);
+}
+
+// The sum over groups of kLanes neighbouring lanes, in each of them.
+template <int kLanes>
+__device__ float group_sum(float sum) {
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+  return sum;
+}
+
+// No bias, 16-byte vectors. An item is a head of a row; all lanes of a warp take part to the end, for the sums over groups.
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kHeadThreads) qk_norm_backward_whole_heads_kernel(Rope p) {
+  constexpr int kGroups = kHeadThreads / kLanes, kHeadDim = 16 * kLanes, kHalf = kHeadDim / 2;
+  extern __shared__ float item_dots[];  // [heads][kHeadRows]
+  __shared__ BackwardBlock block;
+  __shared__ alignas(16) float gammas[2][kHeadDim];
+  __shared__ float gamma_sums[kHeadWarps][2][kHeadDim];
+  int const heads = int(p.n) / kHeadDim, group = threadIdx.x / kLanes, c = threadIdx.x % kLanes * 8;
+  for (int i = threadIdx.x; i < 2 * kHeadDim; i += kHeadThreads) gammas[i / kHeadDim][i % kHeadDim] = element<T>(p.gammas[i / kHeadDim], p.wide_gammas, i % kHeadDim);
+  block.begin(p);
+  float sums[2][2][8] = {};  // of either weight, of this lane's columns in both halves
+  int const items = block.count * heads;
+  for (int first = 0; first < items; first += kGroups) {
+    int const item = first + group;
+    bool const real = item < items;
+    int const r = real ? item / heads : 0, head = real ? item % heads : 0, begin = head * kHeadDim;
+    bool const normed = begin < p.rotation.columns;
+    int const kind = begin < p.rotation.query_columns ? 0 : 1;
+    RowFacts const& row = block.facts[r];
+    std::int64_t const m = block.first + r;
+    T const* const z = normed ? static_cast<T const*>(p.product) + m * p.product_ld + begin : static_cast<T const*>(p.y) + m * p.y_ld + begin;
+    T const* const gradient = head_gradient<T>(p, row, head);
+    float d[2][8], v[2][8], dot = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) load_vector(gradient + c + h * kHalf, d[h]), load_vector(z + c + h * kHalf, v[h]);
+    float cos[8], sin[8], g[2][8];
+    elements<T>(p.cos, p.wide_tables, row.cos + c, cos);
+    elements<T>(p.sin, p.wide_tables, row.sin + c, sin);
+    float squares = 0, product = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      auto const back = rotate(d[0][i], d[1][i], cos[i], -sin[i]);
+      if (normed) d[0][i] = back.a, d[1][i] = back.b;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        g[h][i] = gammas[kind][c + h * kHalf + i];
+        squares += v[h][i] * v[h][i];
+        product += g[h][i] * d[h][i] * v[h][i];
+      }
+    }
+    float const rstd = inverse_sqrt(group_sum<kLanes>(squares) / float(kHeadDim) + p.eps);
+    float const mean = rstd * group_sum<kLanes>(product) / float(kHeadDim);
+    float const q = normed && real && kind == 0 ? 1.0f : 0.0f, k = normed && real && kind == 1 ? 1.0f : 0.0f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float out[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float const n = rstd * v[h][i], dz = normed ? head_norm_dz(g[h][i] * d[h][i], n, mean, rstd) : d[h][i];
+        sums[0][h][i] += q * d[h][i] * n;
+        sums[1][h][i] += k * d[h][i] * n;
+        dot += dz * v[h][i];
+        out[i] = dz * row.scale;
+      }
+      if (real) store_vector(static_cast<T*>(p.out) + m * p.out_ld + begin + c + h * kHalf, out);
+    }
+    dot = group_sum<kLanes>(dot);
+    if (real && c == 0) item_dots[head * kHeadRows + r] = dot;
   }
-  if (int(threadIdx.x) < count) {
-    std::int64_t const m = first_row + threadIdx.x;
-    float dot = 0;
-    for (int w = 0; w < kHeadWarps; ++w) dot += dots[w][threadIdx.x];
-    p.correction[m] = norm_correction(p.rstd == nullptr ? 1.0f : p.rstd[m], dot, p.width);
+  // Over the groups of a warp, then over the warps.
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    float& sum = sums[i / 16][i / 8 % 2][i % 8];
+#pragma unroll
+    for (int lane = kLanes; lane < 32; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    if (threadIdx.x % 32 < kLanes) gamma_sums[threadIdx.x / 32][i / 16][c + i / 8 % 2 * kHalf + i % 8] = sum;
   }
+  __syncthreads();
+  block.finish_gammas(p, gamma_sums[0][0], kHeadWarps);
+  block.finish_row(p, item_dots, heads);
 }
 
 template <class T, bool kBackward>
 LaunchStatus launch_qk_norm(Rope const& p, cudaStream_t stream) {
   std::int64_t const head_dim = p.rotation.head_dim, unit = p.interleaved ? p.rotation.rotary_dim : p.rotation.rotary_dim / 2;
   // Whether every access can be `width` columns at once.
+  std::int64_t const table = p.wide_tables ? 4 : 2;
   auto const fits = [&](int width) {
+    auto const table_aligned = [&](void const* data, std::int64_t ld) {
+      return width < 8 || (reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && ld * table % 16 == 0);
+    };
     auto const aligned = [&](void const* data, std::int64_t stride) {
       return reinterpret_cast<std::uintptr_t>(data) % (sizeof(T) * width) == 0 && stride % width == 0;
     };
-    bool ok = head_dim % width == 0 && unit % width == 0 && aligned(p.product, p.product_ld) && aligned(p.out, p.out_ld);
+    bool ok = head_dim % width == 0 && unit % width == 0 && aligned(p.product, p.product_ld) && aligned(p.out, p.out_ld) &&
+              table_aligned(p.cos, p.cos_ld) && table_aligned(p.sin, p.sin_ld);
     if (kBackward) {
       ok = ok && aligned(p.y, p.y_ld);
       for (auto const& g : p.gradients) ok = ok && aligned(g.data, g.batch_stride) && g.sequence_stride % width == 0 && g.head_stride % width == 0;
     }
     return ok;
   };
+  auto const launched = [] {
+    cudaError_t const e = cudaGetLastError();
+    return e == cudaSuccess ? LaunchStatus{} : LaunchStatus{"qk_norm_rope", cudaGetErrorString(e)};
+  };
   auto const run = [&](auto width, auto interleaved) {
     constexpr int kVector = decltype(width)::value;
     constexpr bool kInterleaved = decltype(interleaved)::value;
     if constexpr (kBackward) {
       std::size_t const shared = kHeadWarps * 2 * head_dim * sizeof(float);
-      qk_norm_backward_kernel<T, kVector, kInterleaved><<<unsigned(ceil_div(p.m, kBiasRows)), 32 * kHeadWarps, shared, stream>>>(p);
+      auto const whole_heads = [&](auto lanes) {
+        qk_norm_backward_whole_heads_kernel<T, decltype(lanes)::value>
+            <<<unsigned(ceil_div(p.m, kHeadRows)), kHeadThreads, p.n / head_dim * kHeadRows * sizeof(float), stream>>>(p);
+      };
+      bool const halves = !p.interleaved && head_dim == p.rotation.rotary_dim && p.bias == nullptr && fits(8) && p.n / head_dim <= 256;
+      if (halves && head_dim == 64) return whole_heads(std::integral_constant<int, 4>()), launched();
+      if (halves && head_dim == 128) return whole_heads(std::integral_constant<int, 8>()), launched();
+      if (halves && head_dim == 256) return whole_heads(std::integral_constant<int, 16>()), launched();
+      qk_norm_backward_kernel<T, kVector, kInterleaved><<<unsigned(ceil_div(p.m, kHeadRows)), kHeadThreads, shared, stream>>>(p);
     } else {
-      qk_norm_kernel<T, kVector, kInterleaved><<<unsigned(ceil_div(p.m * (p.n / head_dim), kHeadWarps)), 32 * kHeadWarps, 0, stream>>>(p);
+      qk_norm_kernel<T, kVector, kInterleaved><<<unsigned(ceil_div(p.m * (p.n / head_dim), kHeadWarps)), kHeadThreads, 0, stream>>>(p);
     }
-    cudaError_t const e = cudaGetLastError();
-    return e == cudaSuccess ? LaunchStatus{} : LaunchStatus{"qk_norm_rope", cudaGetErrorString(e)};
+    return launched();
   };
   auto const with = [&](auto width) { return p.interleaved ? run(width, std::true_type()) : run(width, std::false_type()); };
   return fits(4) ? with(std::integral_constant<int, 4>()) : with(std::integral_constant<int, 1>());

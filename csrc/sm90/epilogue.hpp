@@ -176,7 +176,7 @@ struct Epilogue {
   static constexpr int kColumns = Program::kColumns;
   static constexpr Pairing kPairing = kPairingOf<Program>;
   static constexpr int kMain = detail::find_first<TileStore>(Sinks{});    // the sink that is the collective's D, or -1
-  static constexpr int kHeads = detail::find_first<HeadVector<1>>(Loads{});  // what knows which heads count, for a HeadMean
+  static constexpr int kHeads = detail::find_first<HeadVector<1>>(Loads{});  // what knows which heads count, for a program with a mean over heads
   static constexpr int kInputs = InputSlots<Program>::count;
   static constexpr int kOutputs = OutputSlots<Program>::count;
   static_assert(Loads::size <= kMaxResources && Sinks::size <= kMaxResources);
@@ -244,27 +244,29 @@ struct Epilogue {
           for (int s = 0; s < kOutputs; ++s) results[s][group] = out[s];
         };
         if constexpr (kHasHeadMean<Program>) {
-          // The subtile is a head, and the four threads of a quad hold its rows, two each. What term needs is loaded before, the rest after: registers are
-          // scarce.
+          // The subtile is a head, and the four threads of a quad hold its rows, two each. Of a wide head only what term needs is loaded before: registers
+          // are scarce.
           static_assert(kPairing == Pairing::kHeadHalves, "a subtile must be a head");
           constexpr Int<Program::kHeadMeanLoads> kFirst{};
-          load(_0{}, kFirst);
-          HeadMean<float> head[2];
+          constexpr Int<kFragment <= 32 ? Loads::size : kFirst> kEarly{};
+          load(_0{}, kEarly);
+          float head[2] = {};
           CUTLASS_PRAGMA_UNROLL
           for (int group = 0; group < kGroups; ++group) {
             gather(group, acc, kFirst);
-            head[row_bit<kFragment>(group)].value += Program::template term<Element>(a, in);
+            head[row_bit<kFragment>(group)] += Program::template term<Element>(a, in);
             CUTLASS_PRAGMA_UNROLL
             for (int c = 0; c < kColumns; ++c) values[fragment_index<kPairing, kFragment>(group, c)] = a[c];
           }
           CUTLASS_PRAGMA_UNROLL
-          for (HeadMean<float>& h : head) {
-            h.value += __shfl_xor_sync(0xffffffffu, h.value, 1);
-            h.value += __shfl_xor_sync(0xffffffffu, h.value, 2);
-            h.value *= 1.0f / Config::kEpilogueN;
-            h.inside = get<kHeads>(callbacks_tuple).inside(epi_n);
+          for (float& h : head) {
+            h += __shfl_xor_sync(0xffffffffu, h, 1);
+            h += __shfl_xor_sync(0xffffffffu, h, 2);
           }
-          load(kFirst, Int<Loads::size>{});
+          load(kEarly, Int<Loads::size>{});
+          gather(0, values, Int<Loads::size>{});
+          CUTLASS_PRAGMA_UNROLL
+          for (float& h : head) h = Program::head(h * (1.0f / Config::kEpilogueN), get<kHeads>(callbacks_tuple).inside(epi_n), in);
           CUTLASS_PRAGMA_UNROLL
           for (int group = 0; group < kGroups; ++group) {
             gather(group, values, Int<Loads::size>{});
