@@ -169,7 +169,7 @@ def _mlp(
             h, rstd, mean = norm_statistics(rows, norm_weight, eps, norm)
         arguments = rows, h, rstd, mean, norm_weight, norm_bias, w_gate_up, up_bias, w_down, down_bias, added, residual_is_x
         next_arguments = (next_norm_weight.detach(), next_eps, next_norm) if next_inside else None
-        # The operator behind the activation has a gradient of its own, which is all it takes if nothing before it wants one.
+        # The operator behind the activation has its own gradient, which is enough if nothing before it wants one.
         plain = _PlainMlp.apply if needs_grad(rows, norm_weight, norm_bias, w_gate_up, up_bias) else _plain_mlp
         out, *following = plain(*arguments, activation, next_arguments)
     out = out.view(shape)
@@ -202,14 +202,15 @@ def _check_plain(rows, w_up, up_bias, w_down, down_bias, norm_weight, norm_bias,
     check_matrix("w_down", w_down, w_up.t(), "w_gate_up^T")
     check_vector("up_bias", up_bias, w_up.shape[0], rows)
     check_vector("down_bias", down_bias, w_down.shape[0], rows)
-    for name, t, size in (("norm_weight", norm_weight, w_up.shape[1]), ("norm_bias", norm_bias, w_up.shape[1]), ("next_norm_weight", next_norm_weight, w_down.shape[0])):
-        check_vector(name, t, size, rows, torch.float32)
+    check_vector("norm_weight", norm_weight, w_up.shape[1], rows, torch.float32)
+    check_vector("norm_bias", norm_bias, w_up.shape[1], rows, torch.float32)
+    check_vector("next_norm_weight", next_norm_weight, w_down.shape[0], rows, torch.float32)
     if residual is not None and residual.dtype != rows.dtype:
         raise TypeError(f"residual has dtype {residual.dtype}, expected {rows.dtype} as x")
 
 
 def _plain_up(x, h, rstd, mean, norm_weight, norm_bias, w_up, up_bias, act, save) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(the activation, what it is of if `save`, u and v of a LayerNorm (programs/norm.hpp in csrc))"""
+    """(the activation, the pre-activation if `save`, u and v of a LayerNorm (programs/norm.hpp in csrc))"""
     h = x if h is None else h
     if mean is not None:
         return torch.ops.coda.layer_act(h, rstd, mean, w_up, up_bias, norm_weight, norm_bias, act, save)
