@@ -198,8 +198,8 @@ def test_every_subset_has_the_same_gradients(device, name):
             _, _, got = results(case.function, leaves(tensors, wanted=wanted), gradients)
             assert set(got) == set(wanted)
             for k, g in got.items():
-                # Alone, w_down reads the activation as the forward stored it.
-                torch.testing.assert_close(g, expected[k], msg=lambda m: f"{k} of {wanted}: {m}")
+                # Alone, w_down reads the activation as the forward had it, not made again from the rounded pre-activation.
+                assert error(g, expected[k].double()) < (2e-2 if device == "cuda" else 1e-12), (k, wanted)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -223,7 +223,9 @@ def test_plain_compiles_for_any_number_of_tokens(device, name):
         tensors = CASES[name].tensors(m, 16, 24, sixteen_on_cuda(device), device)
         (expected,), gradients, wanted = results(CASES[name].function, leaves(tensors))
         (out,), _, got = results(compiled, leaves(tensors), gradients)
-        assert torch.equal(out, expected) and all(torch.equal(got[k], wanted[k]) for k in wanted)
+        # On a GPU the library may take another kernel for operands that lie elsewhere.
+        same = torch.equal if device == "cpu" else lambda a, b: error(a, b.double()) < 2.0**-8
+        assert same(out, expected) and all(same(got[k], wanted[k]) for k in wanted)
 
 
 def test_plain_to_another_width(device):
