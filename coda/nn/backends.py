@@ -104,14 +104,10 @@ _ACTIVATIONS = {"relu": F.relu, "relu2": lambda t: F.relu(t).square()} | _GATES
 def norm_mlp(backend, x, w_gate_up, w_down, *, norm, residual, activation, stats, next_norm):
     """(residual + (act(gate) * up) w_down^T, statistics for next_norm or None), [gate | up] = norm(x) w_gate_up^T."""
     if backend == "coda" and any(n is not None and kind_of(n) != "rms" for n in (norm, next_norm)):
-        return _norm_layers(x, norm, w_gate_up, None, _GATED[activation], w_down, None, residual, stats, next_norm)
+        passed, y = coda.norm_linear(x, norm.weight, w_gate_up, activation=_GATED[activation], stats=stats, **norm_options(norm))
+        return linear("coda", y, w_down, residual=passed if residual is x else residual, next_norm=next_norm)
     if backend == "coda":
-        options = dict(norm_weight=norm.weight, eps=norm.eps, activation=activation)
-        if residual is not x:
-            return coda.fused_mlp_forward(x, w_gate_up, w_down, residual=residual, **options), None
-        following = {} if next_norm is None else dict(next_norm_weight=next_norm.weight, next_eps=next_norm.eps)
-        out = mlp_residual(x, w_gate_up, w_down, stats=stats, **options, **following)
-        return out if following else (out, None)
+        return _fused_mlp(x, w_gate_up, w_down, norm, residual, stats, next_norm, activation=activation)
     gate, up = F.linear(apply_norm(norm, x), w_gate_up).chunk(2, dim=-1)
     out = F.linear(_GATES[activation](gate) * up, w_down)
     return (out if residual is None else residual + out), None
@@ -120,14 +116,19 @@ def norm_mlp(backend, x, w_gate_up, w_down, *, norm, residual, activation, stats
 def norm_plain_mlp(backend, x, w_up, up_bias, w_down, down_bias, *, norm, residual, activation, stats, next_norm):
     """(residual + act(norm(x) w_up^T + up_bias) w_down^T + down_bias, statistics for next_norm or None)."""
     if backend == "coda":
-        return _norm_layers(x, norm, w_up, up_bias, activation, w_down, down_bias, residual, stats, next_norm)
+        options = dict(activation=activation, gated=False, up_bias=up_bias, down_bias=down_bias)
+        return _fused_mlp(x, w_up, w_down, norm, residual, stats, next_norm, **options)
     out = F.linear(_ACTIVATIONS[activation](F.linear(apply_norm(norm, x), w_up, up_bias)), w_down, down_bias)
     return (out if residual is None else residual + out), None
 
 
-def _norm_layers(x, norm, w_up, up_bias, activation, w_down, down_bias, residual, stats, next_norm):
-    passed, y = coda.norm_linear(x, norm.weight, w_up, up_bias, activation=activation, stats=stats, **norm_options(norm))
-    return linear("coda", y, w_down, down_bias, residual=passed if residual is x else residual, next_norm=next_norm)
+def _fused_mlp(x, w_up, w_down, norm, residual, stats, next_norm, **options):
+    options |= dict(norm_weight=norm.weight, **norm_options(norm))
+    if residual is not x:
+        return coda.fused_mlp_forward(x, w_up, w_down, residual=residual, **options), None
+    following = {} if next_norm is None else dict(next_norm_weight=next_norm.weight, next_eps=next_norm.eps, next_norm=kind_of(next_norm))
+    out = mlp_residual(x, w_up, w_down, stats=stats, **options, **following)
+    return out if following else (out, None)
 
 
 def linear(backend, x, weight, bias=None, *, residual, next_norm):

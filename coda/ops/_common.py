@@ -74,6 +74,16 @@ def check_weights(x_name: str, x: Tensor, **weights: Tensor | None) -> Tensor:
     return rows
 
 
+def check_vector(name: str, t: Tensor | None, size: int, x: Tensor, *wider: torch.dtype) -> None:
+    """Raises unless t is absent, or [size] in x's dtype or one of `wider`. For functions whose operators know it by another name."""
+    if t is None:
+        return
+    if t.dtype not in (x.dtype, *wider):
+        raise TypeError(f"{name} has dtype {t.dtype}, expected {' or '.join(map(str, dict.fromkeys((x.dtype, *wider))))}")
+    if t.shape != (size,):
+        raise ValueError(f"{name} has shape {list(t.shape)}, expected [{size}]")
+
+
 def check_pair(name: str, gate: Tensor, up: Tensor | None) -> None:
     """Raises unless [gate; up], or the two of them, have halves of equal shape."""
     if up is None and gate.shape[0] % 2:

@@ -176,14 +176,16 @@ def linear_residual(
         out = torch.ops.coda.linear(rows, weight, bias, None).view(shape) + after
         h, rstd, mean = norm_statistics(as_rows(out.detach()), next_norm_weight.detach(), eps, next_norm)
     else:
-        arguments = rows, weight, bias, as_rows(residual), next_norm_weight.detach(), eps
-        if next_norm == "layer":
-            out, h, rstd, mean = torch.ops.coda.linear_residual_moments(*arguments)
-        else:
-            out, h, rstd, mean = *torch.ops.coda.linear_residual(*arguments), None
-        out = out.view(shape)
+        out, h, rstd, *rest = linear_statistics(rows, weight, bias, as_rows(residual), next_norm_weight.detach(), eps, next_norm)
+        out, mean = out.view(shape), rest[0] if rest else None
     mean = None if mean is None else mean.view(shape[:-1])
     return out, NormStats.make(out, h.view(shape), rstd.view(shape[:-1]), next_norm_weight, eps, mean)
+
+
+def linear_statistics(a, weight, bias, residual, norm_weight, eps, norm) -> tuple:
+    """(the sum, h, rstd) of rows, with the mean behind them if the norm that follows is a LayerNorm."""
+    operator = torch.ops.coda.linear_residual_moments if norm == "layer" else torch.ops.coda.linear_residual
+    return operator(a, weight, bias, residual, norm_weight, eps)
 
 
 @fake("coda::linear_residual")

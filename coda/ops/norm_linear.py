@@ -316,16 +316,24 @@ class _LayerLinear(torch.autograd.Function):
         need_x, _, _, _, need_norm, need_norm_bias, need_w, need_bias = ctx.needs_input_grad[:8]
         if dy is None:
             return incoming, *[None] * 8
-        want_sums = need_bias or need_norm_bias
-        dz, _, correction, offset, dv = torch.ops.coda.dact_layer(dy, None, z, rstd, u, v, ctx.act, x.shape[1], False, want_sums)
-        dx, dnorm, dw = layer_gradient(
-            dz, correction, offset, x, norm_weight, norm_bias, rstd, mean, w, incoming, need_x, need_norm, need_w
-        )
-        dnorm_bias = torch.mv(w.t().to(dv.dtype), dv).to(norm_bias.dtype) if need_norm_bias else None
-        dbias = dv.to(bias.dtype) if need_bias else None
-        gradients = dx, dnorm, dnorm_bias, dw, dbias
+        needs = need_x, need_norm, need_norm_bias, need_w, need_bias
+        gradients, _ = layer_act_gradient(dy, None, x, rstd, mean, norm_weight, norm_bias, w, bias, z, u, v, ctx.act, incoming, needs, False)
         dx, dnorm, dnorm_bias, dw, dbias = once("coda.norm_linear", gradients, dy, incoming, x, norm_weight, norm_bias, w, bias)
         return dx, None, None, None, dnorm, dnorm_bias, dw, dbias, None
+
+
+def layer_act_gradient(dy, w_down, x, rstd, mean, norm_weight, norm_bias, w, bias, z, u, v, act, incoming, needs, want_value):
+    """The gradients of (x, norm_weight, norm_bias, w, bias) behind act(LayerNorm(x) W^T + b), those that `needs` asks for, from dy w_down, or dy
+    without w_down, and what `layer_act` left; and the activation, if wanted. incoming: as in `norm_gradient`."""
+    need_x, need_norm, need_norm_bias, need_w, need_bias = needs
+    want_sums = need_bias or need_norm_bias
+    dz, value, correction, offset, dv = torch.ops.coda.dact_layer(dy, w_down, z, rstd, u, v, act, w.shape[1], want_value, want_sums)
+    dx, dnorm, dw = layer_gradient(
+        dz, correction, offset, x, norm_weight, norm_bias, rstd, mean, w, incoming, need_x, need_norm, need_w
+    )
+    dnorm_bias = torch.mv(w.t().to(dv.dtype), dv).to(norm_bias.dtype) if need_norm_bias else None
+    dbias = dv.to(bias.dtype) if need_bias else None
+    return (dx, dnorm, dnorm_bias, dw, dbias), value
 
 
 class _NormRope(torch.autograd.Function):

@@ -195,6 +195,27 @@ def _mlp(activation="silu", residual="given", pair=False):
     return Case(function, reference, shapes)
 
 
+def _plain_mlp(activation="gelu_tanh", kind="rms", residual="given"):
+    def function(x, w_up, w_down, bias=None, b_down=None, norm_weight=None, norm_bias=None, given=None):
+        options = dict(residual=x if residual == "x" else given, activation=activation, norm_weight=norm_weight, eps=1e-5)
+        biases = dict(up_bias=bias, down_bias=b_down, norm_bias=norm_bias)
+        return coda.fused_mlp_forward(x, w_up, w_down, gated=False, norm=kind, **options, **biases)
+
+    def reference(x, w_up, w_down, bias=None, b_down=None, norm_weight=None, norm_bias=None, given=None):
+        normed = x
+        if norm_weight is not None:
+            normed = norm(x, norm_weight, 1e-5) if kind == "rms" else layer_norm(x, norm_weight, norm_bias, 1e-5)
+        y = F.linear(ACTIVATIONS[activation](F.linear(normed, w_up, bias)), w_down, b_down)
+        added = x if residual == "x" else given
+        return y if added is None else added + y
+
+    def shapes(m, d, n):
+        always = dict(x=(m, d), norm_weight=(d,), w_up=(n, d), bias=(n,), w_down=(d, n), b_down=(d,))
+        return always | (dict(norm_bias=(d,)) if kind == "layer" else {}) | (dict(given=(m, d)) if residual == "given" else {})
+
+    return Case(function, reference, shapes, activation == "relu")
+
+
 # A chain of blocks as coda.nn builds it: every norm's statistics come from the epilogue before it.
 def _chain():
     def function(a, w_out, residual, norm1, w1, bias, w2, norm2, w_gate_up, w_down, norm3, w_head):
@@ -240,6 +261,30 @@ def _layer_chain():
     return Case(function, reference, shapes)
 
 
+# Plain MLPs between other layers: statistics of either kind, from any epilogue to any.
+def _plain_chain():
+    def function(a, w_out, residual, norm1, norm_bias1, w1, bias, w2, b2, norm2, w3, w4, norm3, w_head, norm_bias3):
+        x, stats = coda.linear_residual(a, w_out, residual, next_norm_weight=norm1, next_norm="layer", eps=1e-5)
+        options = dict(norm="layer", norm_bias=norm_bias1, eps=1e-5, up_bias=bias, down_bias=b2, activation="gelu_tanh", gated=False)
+        x, stats = mlp_residual(x, w1, w2, norm_weight=norm1, stats=stats, next_norm_weight=norm2, next_eps=1e-4, **options)
+        options = dict(eps=1e-4, activation="relu2", gated=False)
+        x, stats = mlp_residual(x, w3, w4, norm_weight=norm2, stats=stats, next_norm_weight=norm3, next_norm="layer", **options)
+        return coda.norm_linear(x, norm3, w_head, stats=stats, norm="layer", norm_bias=norm_bias3)
+
+    def reference(a, w_out, residual, norm1, norm_bias1, w1, bias, w2, b2, norm2, w3, w4, norm3, w_head, norm_bias3):
+        x = residual + F.linear(a, w_out)
+        x = x + F.linear(gelu_tanh(F.linear(layer_norm(x, norm1, norm_bias1, 1e-5), w1, bias)), w2, b2)
+        x = x + F.linear(ACTIVATIONS["relu2"](F.linear(norm(x, norm2, 1e-4), w3)), w4)
+        return x, F.linear(layer_norm(x, norm3, norm_bias3), w_head)
+
+    def shapes(m, d, n):
+        first = dict(norm1=(d,), norm_bias1=(d,), w1=(n, d), bias=(n,), w2=(d, n), b2=(d,))
+        second = dict(norm2=(d,), w3=(n, d), w4=(d, n))
+        return dict(a=(m, n), w_out=(d, n), residual=(m, d)) | first | second | dict(norm3=(d,), w_head=(n, d), norm_bias3=(d,))
+
+    return Case(function, reference, shapes)
+
+
 CASES = {
     "linear": _linear(),
     **{f"linear-{a}": _linear(a) for a in ACTIVATIONS if a},
@@ -265,8 +310,13 @@ CASES = {
     **{f"mlp-{a}": _mlp(a) for a in GATES},
     "mlp-residual-is-x": _mlp(residual="x"),
     "mlp-pair": _mlp("gelu", residual="x", pair=True),
+    **{f"mlp-plain-{a}": _plain_mlp(a) for a in ACTIVATIONS if a},
+    **{f"mlp-plain-layer-{a}": _plain_mlp(a, "layer") for a in ACTIVATIONS if a},
+    "mlp-plain-residual-is-x": _plain_mlp(residual="x"),
+    "mlp-plain-layer-residual-is-x": _plain_mlp(kind="layer", residual="x"),
     "chain": _chain(),
     "layer-chain": _layer_chain(),
+    "plain-chain": _plain_chain(),
 }
 # One of each kind, for what does not depend on the formula.
 KINDS = [
@@ -285,8 +335,11 @@ KINDS = [
     "rope-qk-norm",
     "mlp-silu",
     "mlp-residual-is-x",
+    "mlp-plain-gelu_tanh",
+    "mlp-plain-layer-residual-is-x",
     "chain",
     "layer-chain",
+    "plain-chain",
 ]
 
 

@@ -49,12 +49,13 @@ def test_gradcheck_every_subset(name):
         assert torch.autograd.gradcheck(function, [values[k] for k in wanted], fast_mode=len(wanted) < len(tensors)), wanted
 
 
-@pytest.mark.parametrize("left_out", ["norm_weight", "norm_bias", "bias", "residual", "given"])
+@pytest.mark.parametrize("left_out", ["norm_weight", "norm_bias", "bias", "b_down", "residual", "given"])
 @pytest.mark.parametrize("name", KINDS)
 def test_without_an_optional_tensor(device, name, left_out):
     case = CASES[name]
     tensors = case.tensors(34, 40, 72, sixteen_on_cuda(device), device)
-    if left_out not in tensors or name.endswith("chain") or (name, left_out) == ("linear_residual", "residual"):
+    needed = {"linear_residual": "residual", "mlp-plain-layer-residual-is-x": "norm_weight"}.get(name)
+    if left_out not in tensors or name.endswith("chain") or left_out == needed:
         pytest.skip("not optional here")
     tensors.pop(left_out)
     compare(case, tensors, ROUNDINGS)
@@ -218,7 +219,7 @@ def test_autocast(device, name, dtype):
     values = leaves(tensors)
     with torch.autocast(device, dtype):
         outputs = as_tuple(case.function(**values))
-    has_stream = any(k in tensors for k in ("residual", "given")) or name == "mlp-residual-is-x"
+    has_stream = any(k in tensors for k in ("residual", "given")) or name.endswith("residual-is-x")
     assert outputs[0].dtype == (torch.float32 if has_stream or len(outputs) > 1 else dtype)
     assert all(o.dtype == dtype for o in outputs[1:])
     _, gradients, got = results(lambda **_: outputs, values)
@@ -229,7 +230,19 @@ def test_autocast(device, name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["rope", "rope-layer", "rope-qk-norm", "norm_linear-swiglu-pair", "norm_linear-layer-swiglu", "chain", "layer-chain"]
+    "name",
+    [
+        "rope",
+        "rope-layer",
+        "rope-qk-norm",
+        "norm_linear-swiglu-pair",
+        "norm_linear-layer-swiglu",
+        "mlp-plain-gelu_tanh",
+        "mlp-plain-layer-residual-is-x",
+        "chain",
+        "layer-chain",
+        "plain-chain",
+    ],
 )
 def test_compile_fullgraph(device, name):
     case = CASES[name]

@@ -1,11 +1,14 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import coda
+from coda import _C
 from coda.ops.mlp import mlp_residual
 from tests.ops import cases
-from tests.ops.cases import SIXTEEN, raises, sixteen_on_cuda
+from tests.ops.cases import CASES, SIXTEEN, leaves, raises, results, sixteen_on_cuda
 from tests.reference import error, flat, leaf_copy, mlp, mlp_inputs
 
 CPU_ONLY = (torch.float32, torch.float64)
@@ -147,6 +150,96 @@ def test_what_is_saved():
     assert _saved(lambda: call(leaves)) == [], "only the residual wants a gradient"
 
 
+PLAIN = ("mlp-plain-residual-is-x", "mlp-plain-layer-residual-is-x")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_the_plain_one_saves(name):
+    m, d, f = 6, 8, 16
+    layer = "layer" in name
+    tensors = CASES[name].tensors(m, d, f, torch.float32, "cpu")
+
+    def saved(*wanted):
+        values = leaves(tensors, wanted=wanted)
+        return _saved(lambda: CASES[name].function(**values))
+
+    everything = saved(*tensors)
+    assert everything.count((m, f)) == 1 and everything.count((m, d)) == 1 and everything.count((m,)) == 1 + layer  # z; x; rstd, mean
+    assert everything.count((f,)) == 1 + 2 * layer  # the bias; u and v
+    assert (m, d) not in saved("bias"), "x is not needed for the gradient of the bias"
+    down = saved("w_down", "b_down")
+    assert (m, d) not in down and down.count((m, f)) == 1, "the activation is enough for w_down"
+    assert saved("b_down") == saved() == []
+    with torch.no_grad():
+        assert saved(*tensors) == []
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_launches_of_the_plain_one(device, name):
+    """Backward: four products, of which two have an epilogue, the finaliser of row sums, and the sums for the bias and for the norm's weight. For w_down
+    alone one product."""
+    tensors = CASES[name].tensors(40, 64, 72, sixteen_on_cuda(device), device)
+    for wanted, count in ((list(tensors), 4 + 3), (["w_down", "b_down"], 1)):
+        values = leaves(tensors, wanted=wanted)
+        out = CASES[name].function(**values)
+        before = _C.launch_count()
+        torch.autograd.grad(out, [values[k] for k in wanted], torch.randn_like(out))
+        assert _C.launch_count() - before == count
+
+
+@pytest.mark.parametrize("name", ["mlp-plain-relu2", "mlp-plain-layer-gelu"])
+def test_every_subset_has_the_same_gradients(device, name):
+    """Whatever else wants a gradient."""
+    case = CASES[name]
+    tensors = case.tensors(6, 16, 24, sixteen_on_cuda(device, torch.float64), device)
+    _, gradients, expected = results(case.function, leaves(tensors))
+    for size in range(1, len(tensors)):
+        for wanted in itertools.combinations(tensors, size):
+            _, _, got = results(case.function, leaves(tensors, wanted=wanted), gradients)
+            assert set(got) == set(wanted)
+            for k, g in got.items():
+                # Alone, w_down reads the activation as the forward had it, not made again from the rounded pre-activation.
+                assert error(g, expected[k].double()) < (2e-2 if device == "cuda" else 1e-12), (k, wanted)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("m, d, f", [(0, 16, 24), (3, 16, 0), (3, 0, 8)])
+def test_plain_and_empty(device, m, d, f, kind):
+    name = f"mlp-plain-{'layer-' * (kind == 'layer')}gelu"
+    tensors = leaves(CASES[name].tensors(m, d, f, sixteen_on_cuda(device), device))
+    out = CASES[name].function(**tensors)
+    assert out.shape == (m, d)
+    out.sum().backward()
+    assert all(t.grad is not None and t.grad.shape == t.shape for t in tensors.values())
+    if f == 0:
+        torch.testing.assert_close(out, tensors["given"] + tensors["b_down"])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_compiles_for_any_number_of_tokens(device, name):
+    torch._dynamo.reset()
+    compiled = torch.compile(CASES[name].function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (8, 12, 20):
+        tensors = CASES[name].tensors(m, 16, 24, sixteen_on_cuda(device), device)
+        (expected,), gradients, wanted = results(CASES[name].function, leaves(tensors))
+        (out,), _, got = results(compiled, leaves(tensors), gradients)
+        # On a GPU the library may take another kernel for operands that lie elsewhere.
+        same = torch.equal if device == "cpu" else lambda a, b: error(a, b.double()) < 2.0**-8
+        assert same(out, expected) and all(same(got[k], wanted[k]) for k in wanted)
+
+
+def test_plain_to_another_width(device):
+    """Without a norm, into an output of another width than x."""
+    dtype = sixteen_on_cuda(device, torch.float64)
+    t = leaves({k: cases.new(*s, dtype=dtype, device=device) for k, s in dict(x=(2, 3, 8), w=(24, 8), bias=(24,), w_down=(16, 24), r=(2, 3, 16)).items()})
+    case = cases.Case(
+        lambda x, w, bias, w_down, r: coda.fused_mlp_forward(x, w, w_down, gated=False, up_bias=bias, residual=r, activation="gelu", norm="layer"),
+        lambda x, w, bias, w_down, r: r + F.linear(F.gelu(F.linear(x, w, bias)), w_down),
+        None,
+    )
+    cases.compare(case, t, 1.25)
+
+
 def test_large_gates_stay_finite(device):
     dtype = sixteen_on_cuda(device)
     x, w, w_down, _, _ = leaf_copy(mlp_inputs(16, 16, 32, dtype, device, norm=False, residual=False, scale=4000.0))
@@ -218,11 +311,75 @@ GOOD = dict(x=(4, 8), w_gate_up=(12, 8), w_down=(8, 6), norm_weight=(8,), residu
         ("residual", torch.ones(1, 8), ValueError, "residual has shape [1, 8], expected [4, 8]"),
         ("residual", torch.ones(4, 8, dtype=torch.float64), TypeError, "residual has dtype Double, expected Float"),
         ("activation", "tanh", ValueError, "activation is 'tanh', expected one of 'silu'"),
+        ("activation", "relu2", ValueError, "activation is 'relu2', expected one of 'silu'"),
     ],
 )
 def test_bad_arguments(name, bad, exception, words):
     values = {k: torch.ones(s) for k, s in GOOD.items()} | {name: bad}
     raises(exception, words, coda.fused_mlp_forward, values.pop("x"), values.pop("w_gate_up"), values.pop("w_down"), **values)
+
+
+PLAIN_GOOD = GOOD | dict(w_gate_up=(6, 8), up_bias=(6,), down_bias=(8,), norm_bias=(8,))
+
+
+@pytest.mark.parametrize(
+    "changes, exception, words",
+    [
+        (dict(x=torch.ones(4, 8, dtype=torch.int32)), TypeError, "x has dtype torch.int32, expected float32"),
+        (dict(w_gate_up=(torch.ones(6, 8), torch.ones(6, 8))), TypeError, "w_gate_up is tuple, expected a torch.Tensor"),
+        (dict(w_gate_up=torch.ones(6, 7)), ValueError, "w_gate_up has shape [6, 7], expected 8 columns"),
+        (dict(w_gate_up=torch.ones(6)), ValueError, "w_gate_up has shape [6], expected 2 dimensions"),
+        (dict(w_gate_up=torch.ones(6, 8, dtype=torch.float64)), TypeError, "w_gate_up has dtype torch.float64, expected torch.float32"),
+        (dict(w_down=torch.ones(8, 5)), ValueError, "w_down has shape [8, 5], expected 6 columns"),
+        (dict(w_down=torch.ones(8, 6, dtype=torch.float16)), TypeError, "w_down has dtype torch.float16, expected torch.float32"),
+        (dict(up_bias=torch.ones(5)), ValueError, "up_bias has shape [5], expected [6]"),
+        (dict(up_bias=torch.ones(6, device="meta")), ValueError, "up_bias is on meta, expected cpu"),
+        (dict(down_bias=torch.ones(6)), ValueError, "down_bias has shape [6], expected [8]"),
+        (dict(down_bias=torch.ones(8, dtype=torch.float64)), TypeError, "down_bias has dtype torch.float64, expected torch.float32"),
+        (dict(down_bias=1.0), TypeError, "down_bias is float, expected a torch.Tensor"),
+        (dict(norm_weight=torch.ones(7)), ValueError, "norm_weight has shape [7], expected [8]"),
+        (dict(norm_bias=torch.ones(7)), ValueError, "norm_bias has shape [7], expected [8]"),
+        (dict(norm_bias=torch.ones(8, dtype=torch.bfloat16)), TypeError, "norm_bias has dtype torch.bfloat16, expected torch.float32"),
+        (dict(norm_weight=None), ValueError, "norm_bias is a tensor, expected None without norm_weight"),
+        (dict(norm="rms"), ValueError, "norm_bias is a tensor, expected None with norm 'rms'"),
+        (dict(norm="batch"), ValueError, "norm is 'batch', expected one of 'rms', 'layer'"),
+        (dict(residual=torch.ones(4, 7)), ValueError, "residual has shape [4, 7], expected [4, 8]"),
+        (dict(residual=torch.ones(4, 8, dtype=torch.float64)), TypeError, "residual has dtype torch.float64, expected torch.float32"),
+        (dict(activation="swiglu"), ValueError, "activation is 'swiglu', expected one of 'relu'"),
+        (dict(gated=True), ValueError, "norm is 'layer', expected 'rms' with gated=True"),
+        (dict(gated=True, norm="rms"), ValueError, "up_bias is a tensor, expected None with gated=True"),
+        (dict(gated=True, norm="rms", up_bias=None), ValueError, "down_bias is a tensor, expected None with gated=True"),
+        (dict(gated=True, norm="rms", up_bias=None, down_bias=None), ValueError, "norm_bias is a tensor, expected None with gated=True"),
+    ],
+)
+def test_bad_arguments_of_the_plain_one(changes, exception, words):
+    """Each raises before anything runs."""
+    values = {k: torch.ones(s) for k, s in PLAIN_GOOD.items()} | dict(norm="layer", gated=False)
+    call = lambda **t: coda.fused_mlp_forward(t.pop("x"), t.pop("w_gate_up"), t.pop("w_down"), **t)
+    call(**values)
+    before = _C.launch_count()
+    raises(exception, words, call, **(values | changes))
+    assert _C.launch_count() == before
+
+
+@pytest.mark.parametrize("kind, following", [("rms", "rms"), ("rms", "layer"), ("layer", "rms"), ("layer", "layer")])
+def test_statistics_of_the_plain_one(device, kind, following):
+    x, w, w_down, g, _ = mlp_inputs(6, 16, 24, sixteen_on_cuda(device), device)
+    w, r, next_g = w[:24], torch.randn_like(x), torch.rand_like(g)
+    x, stats = coda.linear_residual(x, torch.eye(16, device=device, dtype=x.dtype), r, next_norm_weight=g, next_norm=kind)
+    options = dict(gated=False, norm=kind, activation="gelu")
+    link = lambda **changes: mlp_residual(x, w, w_down, **(dict(norm_weight=g, eps=1e-6, stats=stats, **options) | changes))
+    out, of_out = link(next_norm_weight=next_g, next_eps=1e-3, next_norm=following)
+    torch.testing.assert_close(out, coda.fused_mlp_forward(x, w, w_down, norm_weight=g, residual=x, **options))
+    of_out.check(out, next_g, 1e-3, following)
+    wide = out.double()
+    variance = wide.square().mean(-1) if following == "rms" else wide.var(-1, correction=0)
+    assert error(of_out.rstd, (variance + 1e-3).rsqrt()) < 1e-5
+    assert of_out.mean is None if following == "rms" else error(of_out.mean, wide.mean(-1)) < 1e-5
+    other = "layer" if kind == "rms" else "rms"
+    raises(ValueError, f"expected those for {'a LayerNorm' if other == 'layer' else 'an RMSNorm'}", link, norm=other)
+    raises(ValueError, "stats were made with another norm weight", link, norm_weight=g.clone())
+    raises(ValueError, "next_norm is 'layer', expected 'rms' with gated=True", link, gated=True, norm="rms", next_norm="layer")
 
 
 def test_statistics(device):
