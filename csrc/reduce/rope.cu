@@ -29,12 +29,12 @@ __device__ void elements(void const* p, bool wide, std::int64_t i, float (&out)[
     float four[4];
 #pragma unroll
     for (int j = 0; j < kCount; j += 4) {
-      load_vector(static_cast<float const*>(p) + i + j, four);
+      load_read_only(static_cast<float const*>(p) + i + j, four);
 #pragma unroll
       for (int k = 0; k < 4; ++k) out[j + k] = four[k];
     }
   } else {
-    load_vector(static_cast<T const*>(p) + i, out);
+    load_read_only(static_cast<T const*>(p) + i, out);
   }
 }
 
@@ -93,7 +93,10 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
   __shared__ RowFacts facts[kRows];
   if (int(threadIdx.x) < count) facts[threadIdx.x] = facts_of<kBackward>(p, begin + threadIdx.x);
   __syncthreads();
-  float dots[kRows] = {};
+  // Of each row, by thread: in shared memory, so that the rows' loop need not be unrolled.
+  __shared__ float dots[kBackward ? kRows : 1][kThreads];
+  if constexpr (kBackward)
+    for (int r = 0; r < kRows; ++r) dots[r][threadIdx.x] = 0;
   for (int item = threadIdx.x; item < items; item += kThreads) {
     bool const turns = item < turning_items;
     int const within = turns ? item % turning : (item - turning_items) % still;
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
                             float (&after)[kVector]) {
       if constexpr (kBackward) {
         float saved[kVector];
-        load_vector(static_cast<T const*>(p.y) + m * p.y_ld + at, saved);
+        load_read_only(static_cast<T const*>(p.y) + m * p.y_ld + at, saved);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           dot += before[i] * saved[i];
@@ -126,20 +129,26 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
       }
       store_vector(static_cast<T*>(p.out) + m * p.out_ld + at, after);
     };
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (r >= count) break;
+#pragma unroll 2
+    for (int r = 0; r < count; ++r) {
       RowFacts const& row = facts[r];
       std::int64_t const m = begin + r;
       float const scale = row.scale;
-      auto const read = [&](int offset, float (&v)[kVector]) { load_vector(source + (kBackward ? row.gradients[which] : m * p.y_ld) + offset, v); };
+      float dot = 0;
+      auto const read = [&](int offset, float (&v)[kVector]) {
+        if constexpr (kBackward) {
+          load_read_only(source + row.gradients[which] + offset, v);
+        } else {
+          load_vector(source + m * p.y_ld + offset, v);  // out may be y
+        }
+      };
       constexpr float kDirection = kBackward ? -1.0f : 1.0f;
       float a[kVector], new_a[kVector];
       read(0, a);
       if (!rotates) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) new_a[i] = a[i];
-        finish(m, column, scale, dots[r], sum_a, a, new_a);
+        finish(m, column, scale, dot, sum_a, a, new_a);
       } else if constexpr (kInterleaved) {
         constexpr int kPairs = kVector / 2;
         float cos[kPairs], sin[kPairs];
@@ -150,7 +159,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
           auto const turned = rotate(a[2 * i], a[2 * i + 1], cos[i], sin[i] * kDirection);
           new_a[2 * i] = turned.a, new_a[2 * i + 1] = turned.b;
         }
-        finish(m, column, scale, dots[r], sum_a, a, new_a);
+        finish(m, column, scale, dot, sum_a, a, new_a);
       } else {
         float b[kVector], new_b[kVector], cos[kVector], sin[kVector];
         read(rotary / 2, b);
@@ -161,9 +170,10 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
           auto const turned = rotate(a[i], b[i], cos[i], sin[i] * kDirection);
           new_a[i] = turned.a, new_b[i] = turned.b;
         }
-        finish(m, column, scale, dots[r], sum_a, a, new_a);
-        finish(m, column + rotary / 2, scale, dots[r], sum_b, b, new_b);
+        finish(m, column, scale, dot, sum_a, a, new_a);
+        finish(m, column + rotary / 2, scale, dot, sum_b, b, new_b);
       }
+      if constexpr (kBackward) dots[r][threadIdx.x] += dot;
     }
     if constexpr (kBias) {
       float* const sums = p.bias_partials + std::int64_t(blockIdx.x) * p.n + column;
@@ -175,19 +185,12 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
     }
   }
   if constexpr (kBackward) {
-    __shared__ float warps[kRows][kThreads / 32];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (r >= count) break;
-      float const sum = warp_sum(dots[r]);
-      if (threadIdx.x % 32 == 0) warps[r][threadIdx.x / 32] = sum;
-    }
     __syncthreads();
-    if (int(threadIdx.x) < count) {
+    for (int r = threadIdx.x / 32; r < count; r += kThreads / 32) {
       float dot = 0;
-      for (int w = 0; w < kThreads / 32; ++w) dot += warps[threadIdx.x][w];
-      std::int64_t const m = begin + threadIdx.x;
-      p.correction[m] = norm_correction(p.rstd == nullptr ? 1.0f : p.rstd[m], dot, p.width);
+      for (int i = threadIdx.x % 32; i < kThreads; i += 32) dot += dots[r][i];
+      dot = warp_sum(dot);
+      if (threadIdx.x % 32 == 0) p.correction[begin + r] = norm_correction(facts[r].scale, dot, p.width);
     }
   }
 }
@@ -395,7 +398,7 @@ __global__ void __launch_bounds__(kHeadThreads) qk_norm_backward_whole_heads_ker
     T const* const gradient = head_gradient<T>(p, row, head);
     float d[2][8], v[2][8], dot = 0;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) load_vector(gradient + c + h * kHalf, d[h]), load_vector(z + c + h * kHalf, v[h]);
+    for (int h = 0; h < 2; ++h) load_read_only(gradient + c + h * kHalf, d[h]), load_read_only(z + c + h * kHalf, v[h]);
     float cos[8], sin[8], g[2][8];
     elements<T>(p.cos, p.wide_tables, row.cos + c, cos);
     elements<T>(p.sin, p.wide_tables, row.sin + c, sin);

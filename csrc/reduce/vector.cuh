@@ -21,6 +21,17 @@ __device__ void load_vector(T const* p, float (&out)[kCount]) {
   }
 }
 
+// The same from memory that nobody writes during the kernel: the compiler may then ask for it before an earlier store.
+template <class T, int kCount>
+__device__ void load_read_only(T const* p, float (&out)[kCount]) {
+  if constexpr (kCount * sizeof(T) != 16) {
+    load_vector(p, out);
+  } else {
+    uint4 const raw = __ldg(reinterpret_cast<uint4 const*>(p));
+    load_vector(reinterpret_cast<T const*>(&raw), out);
+  }
+}
+
 template <class T, int kCount>
 __device__ void store_vector(T* p, float const (&in)[kCount]) {
   if constexpr (kCount * sizeof(T) != 16 && kCount * sizeof(T) != 8) {
