@@ -128,6 +128,21 @@ def weight_gradient(weight: Tensor, dy_t: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
+def part_gradients(parts: Sequence[Tensor], wanted: Sequence[bool], dz: Tensor, x: Tensor) -> list[Tensor | None]:
+    """The gradients of weights whose rows follow each other in one product, dz [M, all rows], x [M, D]: in one product where that is possible."""
+    sizes = [w.shape[0] for w in parts]
+    if sum(wanted) > 1 and all(main_grad(w) is None for w in parts):
+        together = torch.ops.coda.gemm(dz.t(), x).split(sizes)
+        return [g if wants else None for g, wants in zip(together, wanted)]
+    columns = dz.split(sizes, 1)
+    return [weight_gradient(w, d.t(), x) if wants else None for w, d, wants in zip(parts, columns, wanted)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The weights of one product, behind each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
 def main_grad(weight: Tensor | None) -> Tensor | None:
     total = getattr(weight, "main_grad", None)
     if total is not None and (total.dtype != torch.float32 or total.shape != weight.shape or total.device != weight.device):

@@ -254,7 +254,7 @@ class _PlainMlp(torch.autograd.Function):
         if mean is None:
             dz, y, correction, dup_bias = torch.ops.coda.dact(dout, w_down, z, rstd, up_bias, ctx.act, w_up.shape[1], need_down)
             correction, dup_bias = None if rstd is None else correction, dup_bias if need_up_bias else None
-            dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w_up, None, incoming, need_x, need_norm, need_w)
+            dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, (w_up,), incoming, need_x, need_norm, (need_w,))
         else:
             needs = need_x, need_norm, need_norm_bias, need_w, need_up_bias
             (dx, dnorm, dnorm_bias, dw, dup_bias), y = layer_act_gradient(
@@ -321,20 +321,11 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple:
         if need_down:
             ddown = weight_gradient(w_down, dout.t(), product)
         incoming = dout if ctx.residual_is_x else None
-        if x is None:
-            pass
-        elif rstd is not None:
-            dx, dnorm, dgate = norm_gradient(
-                dz, correction, x, norm_weight, w_gate_up, w_up, incoming, need_x, need_norm, need_gate or need_up
-            )
-        else:
-            w = w_gate_up if w_up is None else torch.cat((w_gate_up, w_up))
-            dx = torch.ops.coda.gemm(dz, w, None, incoming) if need_x else None
-            if need_gate or need_up:
-                dgate = weight_gradient(w_gate_up, dz.t(), x) if w_up is None else torch.ops.coda.gemm(dz.t(), x)
-        if w_up is not None and dgate is not None:
-            f = w_gate_up.shape[0]
-            dgate, dup = (dgate[:f] if need_gate else None), (dgate[f:] if need_up else None)
+        if x is not None:
+            parts, wanted = ((w_gate_up,), (need_gate,)) if w_up is None else ((w_gate_up, w_up), (need_gate, need_up))
+            correction = None if rstd is None else correction
+            dx, dnorm, dgate, *more = norm_gradient(dz, correction, x, norm_weight, parts, incoming, need_x, need_norm, wanted)
+            dup = more[0] if more else None
         dx, dgate, dup, ddown, dnorm = once("coda.fused_mlp_forward", (dx, dgate, dup, ddown, dnorm), dout, x, w_gate_up, w_up, w_down, norm_weight)
     return dx, None, None, dgate, dup, ddown, dnorm, (dout if need_residual else None), None, None, None, None, None, None, None
 

@@ -13,8 +13,10 @@ from coda.ops._common import (
     check_optional_tensor,
     check_tensor,
     fake,
+    joined,
     no_second_derivative,
     once,
+    part_gradients,
     statistics_dtype,
     weight_gradient,
 )
@@ -134,23 +136,24 @@ def _backward(ctx: Any, dh: Tensor | None, drstd: Tensor | None) -> tuple:
 torch.library.register_autograd("coda::rms_norm_stats", _backward, setup_context=_setup)
 
 
-def norm_gradient(dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w):
-    """(dx, dnorm_weight, dw) of rstd (x norm_weight) W^T from dz, the gradient of the product before it is scaled, and the correction
-    rstd^2 S / D (programs/norm.hpp in csrc); dx with the gradient `incoming` on the residual stream added. dw is that of [w; w_up]. Without a
-    correction there is no norm."""
-    dx = dnorm = dw = h = None
+def norm_gradient(dz, correction, x, norm_weight, parts, incoming, need_x, need_norm, need_parts):
+    """(dx, dnorm_weight, *dparts) of rstd (x norm_weight) W^T from dz, the gradient of the product before it is scaled, and the correction
+    rstd^2 S / D (programs/norm.hpp in csrc); dx with the gradient `incoming` on the residual stream added. The rows of W are those of the weights
+    `parts`, behind each other. Without a correction there is no norm."""
+    dx = dnorm = h = None
     if correction is None:
         if need_x:
-            dx = torch.ops.coda.gemm(dz, w if w_up is None else torch.cat((w, w_up)), None, incoming)
+            dx = torch.ops.coda.gemm(dz, joined(parts), None, incoming)
     elif need_x or need_norm:
-        want_h = need_w and norm_weight is not None
-        dx, h, dnorm = torch.ops.coda.norm_backward(dz, w, w_up, x, norm_weight, correction, incoming, want_h, need_norm)
+        want_h = any(need_parts) and norm_weight is not None
+        pair = parts if len(parts) == 2 else (joined(parts), None)  # the operator reads a pair in place if it lies so
+        dx, h, dnorm = torch.ops.coda.norm_backward(dz, *pair, x, norm_weight, correction, incoming, want_h, need_norm)
         dx, h, dnorm = (t if wanted else None for t, wanted in ((dx, need_x), (h, want_h), (dnorm, need_norm)))
-    if need_w:
-        if h is None:
-            h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
-        dw = torch.ops.coda.gemm(dz.t(), h) if w_up is not None else weight_gradient(w, dz.t(), h)
-    return dx, dnorm, dw
+    if not any(need_parts):
+        return dx, dnorm, *[None] * len(parts)
+    if h is None:
+        h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
+    return dx, dnorm, *part_gradients(parts, need_parts, dz, h)
 
 
 def norm_statistics(rows: Tensor, norm_weight: Tensor | None, eps: float, norm: str) -> tuple[Tensor | None, Tensor, Tensor | None]:

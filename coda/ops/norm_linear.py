@@ -20,6 +20,7 @@ from coda.ops._common import (
     check_tensor,
     check_weights,
     fake,
+    joined,
     named_pair,
     needs_grad,
     no_second_derivative,
@@ -100,14 +101,14 @@ def norm_linear(
 def norm_linear_rope(
     x: Tensor,
     norm_weight: Tensor | None,
-    w_qkv: Tensor,
+    w_qkv: Tensor | Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
     *,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    bias: Tensor | None = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
     positions: Tensor | None = None,
     interleaved: bool = False,
     q_norm_weight: Tensor | None = None,
@@ -124,7 +125,8 @@ def norm_linear_rope(
     Args:
         x: [B, T, D]; float32, float64, bfloat16 or float16.
         norm_weight: [D] in x's dtype or float32. None: a norm without a weight.
-        w_qkv: [(num_heads + 2 num_kv_heads) head_dim, D]: the heads of q, then of k, then of v. bias: [(num_heads + 2 num_kv_heads) head_dim].
+        w_qkv: [(num_heads + 2 num_kv_heads) head_dim, D]: the heads of q, then of k, then of v; or three tensors, which are copied behind each
+            other for the product. bias: [(num_heads + 2 num_kv_heads) head_dim], or three tensors.
         cos, sin: [P, rotary_dim / 2] in float32 or x's dtype, a row for each position; rotary_dim <= head_dim, the columns beyond it do not turn.
         positions: int64 or int32, [T] or [B, T], the row of the tables for each token, each in [0, P). None: 0 .. T-1.
         interleaved: pairs are columns (2c, 2c+1) of a head instead of (c, c + rotary_dim / 2).
@@ -143,23 +145,48 @@ def norm_linear_rope(
     check_tensor("x", x)
     if x.dim() != 3:
         raise ValueError(f"x has shape {list(x.shape)}, expected 3 dimensions (B, T, D)")
-    check_tensor("w_qkv", w_qkv)
+    weights, bias = split_qkv(w_qkv, bias, (num_heads, num_kv_heads), head_dim)
     options = dict(norm_bias=norm_bias, norm=norm, defer=False, public="coda.norm_linear_rope")
-    given, x, (w, bias), rows, h, rstd, _ = _prepare(x, norm_weight, eps, stats, **options, w_qkv=w_qkv, bias=bias)
+    given, x, (*parts, bias), rows, h, rstd, _ = _prepare(x, norm_weight, eps, stats, **options, **weights, bias=bias)
     norm_weight = None if rstd is None else norm_weight
-    rope = rope_arguments(x, w, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
+    rope = rope_arguments(x, parts, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
     norms = check_head_norms(x, q_norm_weight, k_norm_weight)
     norm_numbers = eps if qk_norm_eps is None else qk_norm_eps, num_heads * head_dim
     heads = (num_heads, num_kv_heads)
-    if needs_grad(rows, norm_weight, w, bias, *norms):
+    if needs_grad(rows, norm_weight, *parts, bias, *norms):
         # Dynamo loses the gradients of outputs that are views of one buffer (torch 2.11), so it gets the buffer.
         split = not torch.compiler.is_compiling()
-        passed, *out = _NormRope.apply(rows, h, rstd, norm_weight, w, bias, *norms, norm_numbers, rope, heads, tuple(x.shape[:2]), split)
+        passed, *out = _NormRope.apply(rows, h, rstd, norm_weight, bias, *norms, norm_numbers, rope, heads, tuple(x.shape[:2]), split, *parts)
         q, k, v = out if split else split_heads(out[0], heads, head_dim, x.shape[:2])
     else:
-        passed, qkv = rows, rope_forward(rows if h is None else h, rstd, w, bias, norms, norm_numbers, rope, False)[0]
+        passed, qkv = rows, rope_forward(rows if h is None else h, rstd, joined(parts), bias, norms, norm_numbers, rope, False)[0]
         q, k, v = split_heads(qkv, heads, head_dim, x.shape[:2])
     return _passed(given, x, None if rstd is None else passed), q, k, v
+
+
+def split_qkv(w_qkv, bias, heads, head_dim) -> tuple[dict[str, Tensor], Tensor | None]:
+    """(name -> weight, the one or the three; the bias as one tensor)"""
+
+    def checked(name, t):
+        if isinstance(t, Tensor) or t is None:
+            return t
+        if not isinstance(t, (tuple, list)) or len(t) != 3:
+            raise TypeError(f"{name} is {type(t).__name__}, expected a tensor or three of them, (q, k, v)")
+        rows = [n * head_dim if isinstance(n, int) and isinstance(head_dim, int) else None for n in (heads[0], heads[1], heads[1])]
+        for i, part in enumerate(t):
+            check_tensor(f"{name}[{i}]", part)
+            if part.dim() == 0 or rows[i] is not None and part.shape[0] != rows[i]:
+                raise ValueError(f"{name}[{i}] has shape {list(part.shape)}, expected {rows[i]} rows, the heads of {'qkv'[i]} times head_dim")
+        return tuple(t)
+
+    w_qkv, bias = checked("w_qkv", w_qkv), checked("bias", bias)
+    if isinstance(bias, tuple):
+        if any(b.dim() != 1 or b.dtype != bias[0].dtype or b.device != bias[0].device for b in bias):
+            raise ValueError("bias is a triple of tensors of different kinds, expected three vectors of one dtype and device")
+        bias = torch.cat(bias)
+    if isinstance(w_qkv, tuple):
+        return {f"w_qkv[{i}]": w for i, w in enumerate(w_qkv)}, bias
+    return {"w_qkv": check_tensor("w_qkv", w_qkv)}, bias
 
 
 def check_head_norms(x: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -178,15 +205,15 @@ def rope_forward(h, rstd, w, bias, norms, norm_numbers, rope, save) -> tuple[Ten
     return torch.ops.coda.rstd_qknorm_rope(h, rstd, w, bias, *norms, *norm_numbers, *rope, save)
 
 
-def rope_arguments(x, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved) -> tuple:
+def rope_arguments(x, parts, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved) -> tuple:
     """What the rope operators take behind the bias, checked."""
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}, expected a positive integer")
     check_devices(x, cos=check_tensor("cos", cos), sin=check_tensor("sin", sin), positions=check_optional_tensor("positions", positions))
     rows = (num_heads + 2 * num_kv_heads) * head_dim
-    if w_qkv.dim() != 2 or w_qkv.shape[0] != rows:
-        raise ValueError(f"w_qkv has shape {list(w_qkv.shape)}, expected {rows} rows, (num_heads + 2 num_kv_heads) head_dim")
+    if len(parts) == 1 and (parts[0].dim() != 2 or parts[0].shape[0] != rows):
+        raise ValueError(f"w_qkv has shape {list(parts[0].shape)}, expected {rows} rows, (num_heads + 2 num_kv_heads) head_dim")
     length = x.shape[-2] if x.dim() > 1 else 1
     if positions is not None:
         if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
@@ -288,11 +315,9 @@ class _NormLinear(torch.autograd.Function):
         else:
             dz, _, correction, dbias = torch.ops.coda.dact(dy, None, z, rstd, bias, ctx.act, width, False)
         correction = None if rstd is None else correction
-        dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, w_up, incoming, need_x, need_norm, need_w or need_up)
-        dup = None
-        if w_up is not None and dw is not None:
-            f = w.shape[0]
-            dw, dup = (dw[:f] if need_w else None), (dw[f:] if need_up else None)
+        parts, wanted = ((w,), (need_w,)) if w_up is None else ((w, w_up), (need_w, need_up))
+        dx, dnorm, dw, *more = norm_gradient(dz, correction, x, norm_weight, parts, incoming, need_x, need_norm, wanted)
+        dup = more[0] if more else None
         dbias = dbias if need_bias else None
         dx, dnorm, dw, dup, dbias = once("coda.norm_linear", (dx, dnorm, dw, dup, dbias), dy, incoming, x, norm_weight, w, w_up, bias)
         return dx, None, None, dnorm, dw, dup, dbias, None, None
@@ -338,10 +363,10 @@ def layer_act_gradient(dy, w_down, x, rstd, mean, norm_weight, norm_bias, w, bia
 
 class _NormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, h, rstd, norm_weight, w, bias, q_norm, k_norm, norm_numbers, rope, heads, shape, split):
-        qkv, product = rope_forward(x if h is None else h, rstd, w, bias, (q_norm, k_norm), norm_numbers, rope, True)
+    def forward(ctx: Any, x, h, rstd, norm_weight, bias, q_norm, k_norm, norm_numbers, rope, heads, shape, split, *parts):
+        qkv, product = rope_forward(x if h is None else h, rstd, joined(parts), bias, (q_norm, k_norm), norm_numbers, rope, True)
         cos, sin, positions, *ctx.numbers = rope
-        ctx.save_for_backward(x, rstd, norm_weight, w, bias, q_norm, k_norm, product, qkv, cos, sin, positions)
+        ctx.save_for_backward(x, rstd, norm_weight, bias, q_norm, k_norm, product, qkv, cos, sin, positions, *parts)
         ctx.norm_numbers, ctx.heads, ctx.shape, ctx.split = norm_numbers, heads, shape, split
         ctx.set_materialize_grads(False)
         passed = x.view_as(x)
@@ -351,15 +376,16 @@ class _NormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, incoming, *gradients):
-        x, rstd, norm_weight, w, bias, q_norm, k_norm, product, qkv, *tables = ctx.saved_tensors
-        need_x, _, _, need_norm, need_w, need_bias, need_q, need_k = ctx.needs_input_grad[:8]
+        x, rstd, norm_weight, bias, q_norm, k_norm, product, qkv, cos, sin, positions, *parts = ctx.saved_tensors
+        need_x, _, _, need_norm, need_bias, need_q, need_k = ctx.needs_input_grad[:7]
+        need_parts = ctx.needs_input_grad[12:]
         if all(g is None for g in gradients):
-            return incoming, *[None] * 12
+            return incoming, *[None] * (11 + len(parts))
         head_dim = ctx.numbers[1]
         given = gradients if ctx.split else split_heads(gradients[0].contiguous(), ctx.heads, head_dim, ctx.shape)
         counts = ctx.heads[0], ctx.heads[1], ctx.heads[1]
         heads = [qkv.new_zeros((*ctx.shape, n, head_dim)) if g is None else g for g, n in zip(given, counts)]
-        rope = *tables, *ctx.numbers, x.shape[1]
+        rope = cos, sin, positions, *ctx.numbers, x.shape[1]
         dq_norm = dk_norm = None
         if q_norm is None:
             dz, correction, dbias = torch.ops.coda.rope_backward(*heads, qkv, rstd, bias, *rope)
@@ -368,11 +394,11 @@ class _NormRope(torch.autograd.Function):
                 *heads, product, qkv, rstd, bias, q_norm, k_norm, *ctx.norm_numbers, *rope
             )
         correction = None if rstd is None else correction
-        dx, dnorm, dw = norm_gradient(dz, correction, x, norm_weight, w, None, incoming, need_x, need_norm, need_w)
+        dx, dnorm, *dparts = norm_gradient(dz, correction, x, norm_weight, parts, incoming, need_x, need_norm, need_parts)
         small = (t if wanted else None for t, wanted in ((dbias, need_bias), (dq_norm, need_q), (dk_norm, need_k)))
-        depends = *gradients, incoming, x, norm_weight, w, bias, q_norm, k_norm
-        dx, dnorm, dw, dbias, dq_norm, dk_norm = once("coda.norm_linear_rope", (dx, dnorm, dw, *small), *depends)
-        return dx, None, None, dnorm, dw, dbias, dq_norm, dk_norm, *[None] * 5
+        depends = *gradients, incoming, x, norm_weight, bias, q_norm, k_norm, *parts
+        dx, dnorm, dbias, dq_norm, dk_norm, *dparts = once("coda.norm_linear_rope", (dx, dnorm, *small, *dparts), *depends)
+        return dx, None, None, dnorm, dbias, dq_norm, dk_norm, *[None] * 5, *dparts
 
 
 @fake("coda::rstd_act")

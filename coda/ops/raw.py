@@ -1,6 +1,8 @@
 """The raw forward programs: one GEMM and its epilogue each, nothing recorded for a backward."""
 from __future__ import annotations
 
+from typing import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,13 @@ from coda.ops._common import (
     check_pair,
     check_tensor,
     check_weights,
+    joined,
     named_pair,
     refuse_grad,
     split_pair,
 )
 from coda.ops.mlp import GATES
-from coda.ops.norm_linear import check_head_norms, rope_arguments, rope_forward, split_heads
+from coda.ops.norm_linear import check_head_norms, rope_arguments, rope_forward, split_heads, split_qkv
 
 
 def linear_residual_rms_norm(
@@ -88,14 +91,14 @@ def rms_linear_swiglu(h: Tensor, rstd: Tensor, w_gate_up: Tensor | tuple[Tensor,
 def rms_linear_rope(
     h: Tensor,
     rstd: Tensor,
-    w_qkv: Tensor,
+    w_qkv: Tensor | Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
     *,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    bias: Tensor | None = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
     positions: Tensor | None = None,
     interleaved: bool = False,
     rotary_dim: int | None = None,
@@ -115,14 +118,16 @@ def rms_linear_rope(
     Raises:
         TypeError, ValueError: as `coda.linear_residual_rms_norm`; the differentiable function is `coda.norm_linear_rope`.
     """
-    rows, rstd_rows = _deferred("coda.rms_linear_rope", h, rstd, w_qkv=check_tensor("w_qkv", w_qkv), bias=check_optional_tensor("bias", bias))
+    weights, bias = split_qkv(w_qkv, bias, (num_heads, num_kv_heads), head_dim)
+    rows, rstd_rows = _deferred("coda.rms_linear_rope", h, rstd, **weights, bias=check_optional_tensor("bias", bias))
     refuse_grad("coda.rms_linear_rope", "coda.norm_linear_rope, which takes the tables as constants", cos=check_tensor("cos", cos), sin=check_tensor("sin", sin))
-    rope = rope_arguments(h, w_qkv, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
+    parts = list(weights.values())
+    rope = rope_arguments(h, parts, cos, sin, num_heads, num_kv_heads, head_dim, positions, interleaved)
     if rotary_dim is not None and rotary_dim != 2 * cos.shape[-1]:
         raise ValueError(f"rotary_dim is {rotary_dim!r}, expected {2 * cos.shape[-1]}, twice the width of cos")
     norms = check_head_norms(h, q_norm_weight, k_norm_weight)
     refuse_grad("coda.rms_linear_rope", "coda.norm_linear_rope", q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
-    qkv, _ = rope_forward(rows, rstd_rows, w_qkv, bias, norms, (qk_norm_eps, num_heads * head_dim), rope, False)
+    qkv, _ = rope_forward(rows, rstd_rows, joined(parts), bias, norms, (qk_norm_eps, num_heads * head_dim), rope, False)
     return split_heads(qkv, (num_heads, num_kv_heads), head_dim, h.shape[:-1])
 
 

@@ -216,6 +216,28 @@ def _plain_mlp(activation="gelu_tanh", kind="rms", residual="given"):
     return Case(function, reference, shapes, activation == "relu")
 
 
+def _rope_separate():
+    """The weights and biases of q, k and v as tensors of their own."""
+    whole = _rope(8, 8, heads=(3, 1))
+
+    def function(x, w_q, w_k, w_v, norm_weight=None, b_q=None, b_k=None, b_v=None):
+        cos, sin = tables(x.shape[1], 4, x)
+        bias = None if b_q is None or b_k is None or b_v is None else (b_q, b_k, b_v)
+        options = dict(num_heads=3, num_kv_heads=1, head_dim=8, bias=bias)
+        return coda.norm_linear_rope(x, norm_weight, (w_q, w_k, w_v), cos, sin, **options)
+
+    def reference(x, w_q, w_k, w_v, norm_weight=None, b_q=None, b_k=None, b_v=None):
+        bias = None if b_q is None or b_k is None or b_v is None else torch.cat((b_q, b_k, b_v))
+        return whole.reference(x, torch.cat((w_q, w_k, w_v)), norm_weight, bias)
+
+    def shapes(m, d, n):
+        rows = dict(q=24, k=8, v=8)
+        weights = {f"w_{k}": (r, d) for k, r in rows.items()}
+        return dict(x=whole.shapes(m, d, n)["x"], norm_weight=(d,)) | weights | {f"b_{k}": (r,) for k, r in rows.items()}
+
+    return Case(function, reference, shapes)
+
+
 # A chain of blocks as coda.nn builds it: every norm's statistics come from the epilogue before it.
 def _chain():
     def function(a, w_out, residual, norm1, w1, bias, w2, norm2, w_gate_up, w_down, norm3, w_head):
@@ -301,6 +323,7 @@ CASES = {
     "rope-not-divisible": _rope(5, 4, positions=("T", torch.int32)),
     "rope-not-divisible-interleaved": _rope(6, 4, True),
     **{f"rope-{r}": _rope(r, r, heads=(4, 2)) for r in (32, 64, 128)},  # the widths that have a kernel
+    "rope-separate": _rope_separate(),
     "rope-qk-norm": _rope(4, 4, heads=(2, 1), qk_norm=True),
     "rope-layer-qk-norm": _rope(4, 4, heads=(2, 1), kind="layer", qk_norm=True),
     "rope-qk-norm-interleaved": _rope(8, 8, True, ("T", torch.int64), qk_norm=True),
@@ -333,6 +356,7 @@ KINDS = [
     "rope-layer",
     "rope-partial-interleaved",
     "rope-qk-norm",
+    "rope-separate",
     "mlp-silu",
     "mlp-residual-is-x",
     "mlp-plain-gelu_tanh",
