@@ -30,8 +30,7 @@ at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::i
 at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, OptionalTensor const& rstd, std::int64_t width) {
   if (!partials.is_cpu()) return cuda::correction_from_partials(partials, m, rstd, width);
   note("cpu", "");
-  at::Tensor const mean = partials.sum(at::IntArrayRef{0}).narrow(0, 0, m) / double(width);
-  return get(rstd) ? mean * get(rstd)->square() : mean;
+  return eager::correction(partials.sum(at::IntArrayRef{0}).narrow(0, 0, m), rstd, width);
 }
 
 at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType dtype) {

@@ -145,7 +145,9 @@ void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b);
 // Plain torch operators, for dtypes and devices without kernels.
 namespace eager {
 CODA_CALLS
-}
+// rstd^2 row_dot / width, see programs/norm.hpp
+at::Tensor correction(at::Tensor const& row_dot, OptionalTensor const& rstd, std::int64_t width);
+}  // namespace eager
 #undef CODA_CALLS
 
 // --- what differs by device ------------------------------------------------------------------------------------------------------------

@@ -7,20 +7,7 @@
 #include "bindings/launch.h"
 #include "host/reduce.hpp"
 
-namespace coda::bindings::cpu {
-
-at::Tensor accumulators(Launch const& call) {
-  auto const type = statistics_type(call.a);
-  at::Tensor const a = call.a.to(type);
-  if (!call.b.defined()) return a.contiguous();
-  if (!call.b_second.defined()) return at::mm(a, call.b.to(type).t());
-  std::int64_t const f = call.b.size(0);
-  at::Tensor const acc = at::empty({a.size(0), 2 * f}, a.options());
-  at::Tensor first = acc.narrow(1, 0, f), second = acc.narrow(1, f, f);
-  at::mm_out(first, a, call.b.to(type).t());
-  at::mm_out(second, a, call.b_second.to(type).t());
-  return acc;
-}
+namespace coda::bindings {
 
 void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at::TensorOptions const& statistics, GemmArguments& g, std::vector<at::Tensor>& alive) {
   g.m = acc.size(0), g.n = acc.size(1), g.k = call.a.size(1);
@@ -52,6 +39,23 @@ void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at:
     g.sinks[i].ld = t.stride(0);
     if (kinds.sinks[i] == Kind::kTile && t.size(1) < g.n) g.sinks[i].columns = t.size(1);
   }
+}
+
+}  // namespace coda::bindings
+
+namespace coda::bindings::cpu {
+
+at::Tensor accumulators(Launch const& call) {
+  auto const type = statistics_type(call.a);
+  at::Tensor const a = call.a.to(type);
+  if (!call.b.defined()) return a.contiguous();
+  if (!call.b_second.defined()) return at::mm(a, call.b.to(type).t());
+  std::int64_t const f = call.b.size(0);
+  at::Tensor const acc = at::empty({a.size(0), 2 * f}, a.options());
+  at::Tensor first = acc.narrow(1, 0, f), second = acc.narrow(1, f, f);
+  at::mm_out(first, a, call.b.to(type).t());
+  at::mm_out(second, a, call.b_second.to(type).t());
+  return acc;
 }
 
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x_, OptionalTensor const& weight, double eps) {

@@ -174,7 +174,7 @@ reduce::DType reduce_type(at::ScalarType t) {
 void run_pointwise(Kinds const& kinds, Launch& call) {
   GemmArguments g;
   std::vector<at::Tensor> alive;
-  cpu::bind_resources(kinds, call, call.a, call.a.options().dtype(at::kFloat), g, alive);
+  bind_resources(kinds, call, call.a, call.a.options().dtype(at::kFloat), g, alive);
   if (g.m == 0 || g.n == 0) return;
   at::Tensor const a = call.a.stride(1) == 1 ? call.a : call.a.contiguous();
   g.a.data = a.data_ptr(), g.a.ld = a.stride(0);

@@ -30,11 +30,6 @@ Activated activated(at::Tensor const& x, ActivationKind kind) {
   }
 }
 
-at::Tensor correction(at::Tensor const& row_dot, OptionalTensor const& rstd, std::int64_t width) {
-  at::Tensor const mean = row_dot / double(width);
-  return get(rstd) ? mean * get(rstd)->square() : mean;
-}
-
 // The columns of y [M, N] turned by the angles of their rows (direction 1) or back (-1).
 at::Tensor turned(at::Tensor const& y, RopeArguments const& rope, double direction) {
   std::int64_t const m = y.size(0), turn = rope.rotary_dim(), heads = rope.head_dim > 0 ? rope.columns / rope.head_dim : 0;
@@ -66,6 +61,11 @@ ActivationGradient gradient_of_product(at::Tensor const& dz, at::Tensor const& r
 }
 
 }  // namespace
+
+at::Tensor correction(at::Tensor const& row_dot, OptionalTensor const& rstd, std::int64_t width) {
+  at::Tensor const mean = row_dot / double(width);
+  return get(rstd) ? mean * get(rstd)->square() : mean;
+}
 
 at::Tensor gemm(GemmCall const& call) {
   at::Tensor out = at::mm(call.a, call.b);

@@ -87,12 +87,12 @@ namespace cuda {
 void run(Kinds const& kinds, Launch& call);
 }  // namespace cuda
 
-namespace cpu {
-
-at::Tensor accumulators(Launch const& call);
 // Points `g` at the tensors of `call`, after making copies (kept in `alive`) of those that are not laid out as host::run reads them.
 void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at::TensorOptions const& statistics, GemmArguments& g, std::vector<at::Tensor>& alive);
 
+namespace cpu {
+
+at::Tensor accumulators(Launch const& call);
 template <class Program>
 void run(Launch& call) {
   at::Tensor const acc = accumulators(call);
