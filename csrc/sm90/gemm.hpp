@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "coda/params.h"
 #include "coda/registry.h"
 #include "cutlass/cutlass.h"
@@ -42,6 +44,14 @@ struct Gemm {
   static constexpr int kSharedMemory = static_cast<int>(Kernel::SharedStorageSize);
   static constexpr int kThreads = static_cast<int>(Kernel::MaxThreadsPerBlock);
 
+  // An encoded descriptor has bits set.
+  template <class Tma>
+  static bool is_encoded(Tma const& tma) {
+    auto const* descriptor = tma.get_tma_descriptor();
+    auto const* bytes = reinterpret_cast<unsigned char const*>(descriptor);
+    return std::any_of(bytes, bytes + sizeof *descriptor, [](unsigned char b) { return b != 0; });
+  }
+
   static LaunchStatus launch(GemmArguments const& g) {
     cudaStream_t const stream = static_cast<cudaStream_t>(g.stream);
 
@@ -69,6 +79,9 @@ struct Gemm {
     args.epilogue = Epilogue::arguments(g);
 
     if (cudaError_t e = cudaGetDevice(&args.hw_info.device_id); e != cudaSuccess) return {"cudaGetDevice", cudaGetErrorString(e)};
+    // A thread that has not used the device yet (autograd's, for one) has no current context, and the driver's function that encodes TMA descriptors
+    // does not make one, as the runtime's do.
+    if (cudaError_t e = cudaSetDevice(args.hw_info.device_id); e != cudaSuccess) return {"cudaSetDevice", cudaGetErrorString(e)};
     args.hw_info.sm_count = g.sm_count;
     if (args.hw_info.sm_count == 0) {
       cudaError_t e = cudaDeviceGetAttribute(&args.hw_info.sm_count, cudaDevAttrMultiProcessorCount, args.hw_info.device_id);
@@ -82,6 +95,11 @@ struct Gemm {
     if (Device::get_workspace_size(args) != 0) return {"get_workspace_size", "this kernel was built to need none"};
     Device gemm;
     if (auto s = gemm.initialize(args, nullptr, stream); s != cutlass::Status::kSuccess) return {"initialize", cutlassGetStatusString(s)};
+    // CUTLASS does not say that a descriptor could not be encoded; a kernel that met it would die of an illegal instruction.
+    auto const& params = gemm.params();
+    bool encoded = is_encoded(params.mainloop.tma_load_a) && is_encoded(params.mainloop.tma_load_b);
+    if constexpr (Epilogue::kMain >= 0) encoded = encoded && is_encoded(params.epilogue.tma_store_d);
+    if (!encoded) return {"initialize", "the driver refused to encode a TMA descriptor"};
     if (auto s = gemm.run(stream); s != cutlass::Status::kSuccess) return {"run", cutlassGetStatusString(s)};
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return {"launch", cudaGetErrorString(e)};
     return {};

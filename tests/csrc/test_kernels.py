@@ -2,6 +2,8 @@
 
 A value that is a function of a stored one (h and rstd of a residual sum, for example) is compared with that function of what was stored.
 """
+import threading
+
 import pytest
 import torch
 
@@ -312,6 +314,20 @@ def test_short_k_repeats(key, k, poisoned_memory):
     with force_kernel(key):
         for _ in run(KERNELS[key], 2048, 2048, k, 50):
             assert key in coda.backend_of_last_call()
+
+
+@on_gpu
+def test_a_thread_that_has_not_used_the_device():
+    """Autograd's threads, for one: the driver's function behind TMA descriptors makes no context, as the runtime's functions do."""
+    a, w = (torch.randn(256, 256, device="cuda").to(torch.bfloat16) for _ in range(2))
+    call = lambda: ops.rstd_act(a, None, w, w[0], "gelu", False)[0]
+    expected, found = call().clone(), []  # what is freed here serves the thread, so that nothing but the kernel touches the device there
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], expected)
 
 
 @on_gpu

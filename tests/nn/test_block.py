@@ -22,14 +22,15 @@ GPT2 = dict(norm="layer", mlp="plain", activation="gelu_tanh", mlp_bias=True, qk
 
 
 def make_block(config, dtype, device, backend="coda", seed=0):
-    """Norm weights away from 1 and matrices of ordinary size, so that no term is too small to be missed."""
+    """Norm weights away from 1, biases away from 0, and matrices of ordinary size, so that no term is too small to be missed."""
     torch.manual_seed(seed)
     with torch.device(device):
         block = TransformerBlock(config, backend=backend).to(dtype)
         with torch.no_grad():
-            for p in block.parameters():
+            for name, p in block.named_parameters():
                 noise = torch.randn(p.shape, dtype=torch.float32)
-                p.copy_(1 + 0.3 * noise if p.dim() == 1 else noise / p.shape[1] ** 0.5)
+                # Biases of a mean would give the residual stream one, and a deferred LayerNorm pays for that.
+                p.copy_(noise / p.shape[1] ** 0.5 if p.dim() == 2 else 0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise)
     return block
 
 
