@@ -22,7 +22,8 @@ class Config:
     """One tile configuration, see csrc/sm90/config.hpp.
 
     rate is the relative speed of a full wave, measured on large problems with 1.0 for the fastest configuration of the program: dispatch
-    takes the configuration with the least (waves x tile area / rate), so small problems get small tiles.
+    takes the configuration with the least (waves x tile area / rate), so small problems get small tiles. min_k: from this K on the rate holds; for
+    a shorter one the configuration is slow.
     """
 
     tile: tuple[int, int, int]
@@ -34,6 +35,7 @@ class Config:
     swizzle: int = 8
     raster: str = "n"
     rate: float = 1.0
+    min_k: int = 0
     tag: str = ""  # tells apart configurations that differ in the epilogue only
 
     @property
@@ -77,7 +79,7 @@ using Gemm = sm90::Gemm<{self.cpp}, TileConfig, {DTYPES[self.dtype]}, sm90::Layo
 }}  // namespace
 extern KernelInfo const {self.key};
 KernelInfo const {self.key} = sm90::describe<Gemm, {self.cpp}, TileConfig>(
-    "{self.key}", "{self.program}", "{self.layout}", "{self.dtype}", {self.config.rate});
+    "{self.key}", "{self.program}", "{self.layout}", "{self.dtype}", {self.config.rate}, {self.config.min_k});
 }}  // namespace coda
 """
 
@@ -102,10 +104,13 @@ PINGPONG_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_
 PINGPONG_128_LIGHT = dataclasses.replace(PINGPONG_128, rate=0.9935)
 # One output tensor and a short epilogue: the largest tile wins on large products. Residual: (1.050, 1.007), 128x128 (1.001, 1.028).
 COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, stages_load=4, stages_store=2, raster="m")
-# Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product): (1.09, 1.06 to 1.08). At 1b the epilogue is as long as the products.
-# Also tried, no better: a cluster of two; four subtiles of loads in flight, or all asked into the second-level cache beforehand, so latency is
-# not it; three or four of stores; a subtile of 64 columns, which spills; 128x192 with one of 16.
-DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2)
+# Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product): (1.09 to 1.13, 1.04 to 1.08). At 1b the epilogue is as long as the
+# products. One subtile of loads in flight instead of two makes room for a sixth mainloop stage: (1.17, 1.01), so it is for long products.
+# Also tried, no better: one of stores (1.23, 1.05); a cluster of two; four subtiles of loads in flight, or all asked into the second-level cache
+# beforehand, so latency is not it; three or four of stores; a subtile of 64 columns, which spills, or, seen 16 values at a time, takes mainloop
+# stages (1.17, 1.15); 128x192 with one of 16.
+DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2, rate=0.97)
+DSWIGLU_128_DEEP = dataclasses.replace(DSWIGLU_128, stages_load=1, rate=1.0, min_k=3072, tag="l1")
 # Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width. 128x192 with a
 # subtile of 64 spills: it takes 1.3 times as long at 1b.
 ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
@@ -132,7 +137,7 @@ def manifest() -> list[Kernel]:
     glu = "programs/glu.hpp"
     add("rstd_swiglu", "RstdGlu<Silu>", glu, ("tn",), (PINGPONG_192, PINGPONG_128_LIGHT))
     add("rstd_swiglu_preactivation", "RstdGluPreactivation<Silu>", glu, ("tn",), (PINGPONG_192, PINGPONG_128_LIGHT))
-    add("dswiglu", "DGlu<Silu>", glu, ("nn",), (DSWIGLU_128,))
+    add("dswiglu", "DGlu<Silu>", glu, ("nn",), (DSWIGLU_128, DSWIGLU_128_DEEP))
     add("rstd_geglu", "RstdGlu<Gelu>", glu, ("tn",), (PINGPONG_128,))
     add("rstd_geglu_preactivation", "RstdGluPreactivation<Gelu>", glu, ("tn",), (PINGPONG_128,))
     add("dgeglu", "DGlu<Gelu>", glu, ("nn",), (DSWIGLU_128,))

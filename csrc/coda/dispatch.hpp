@@ -40,9 +40,9 @@ inline char const* why_not(KernelInfo const& kernel, GemmArguments const& g) {
 }
 
 // Relative time of `kernel` on an m x n output: full waves times the time of a tile. Clusters are scheduled whole.
-inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, int sm_count) {
+inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, std::int64_t k, int sm_count) {
   std::int64_t const tiles = round_up(ceil_div(m, kernel.tile_m), kernel.cluster_m) * round_up(ceil_div(n, kernel.tile_n), kernel.cluster_n);
-  return double(ceil_div(tiles, sm_count)) * kernel.tile_m * kernel.tile_n / kernel.rate;
+  return double(ceil_div(tiles, sm_count)) * kernel.tile_m * kernel.tile_n / kernel.rate * (k < kernel.min_k ? 1.1 : 1);
 }
 
 // The cheapest kernel of (program, layout, dtype) that can run `g`; null, and the reason of the last refusal, if there is none.
@@ -58,7 +58,7 @@ inline KernelInfo const* select_kernel(KernelTable table, char const* program, c
       *reason = why;
       continue;
     }
-    double const c = cost(kernel, g.m, g.n, sm_count);
+    double const c = cost(kernel, g.m, g.n, g.k, sm_count);
     if (best == nullptr || c < best_cost) best = &kernel, best_cost = c;
   }
   return best;

@@ -22,6 +22,7 @@ struct KernelInfo {
   int partial_rows;   // rows in a group of the ColPartial sink
   int alignment;      // leading strides must be multiples of this many elements, base pointers of 16 bytes
   double rate;        // relative speed of a full wave, for dispatch: see csrc/kernels.py
+  int min_k;          // from this K on
   LaunchStatus (*launch)(GemmArguments const&);
 };
 
