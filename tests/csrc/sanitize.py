@@ -1,0 +1,58 @@
+"""Every kernel once on small shapes, for compute-sanitizer:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.csrc.sanitize [part of a kernel's key]
+
+also with --tool racecheck. Without torch's cache an access behind a buffer is not inside another. initcheck does not see the bulk stores of TMA: it reports
+torch's reads of what they wrote.
+"""
+import sys
+
+import torch
+
+from coda._extension import force_kernel
+from tests.csrc.test_kernels import KERNELS, run
+
+ops = torch.ops.coda
+new = lambda *shape: torch.randn(*shape, device="cuda").to(torch.bfloat16)
+
+
+def row_kernels(m, d):
+    x, g, rstd = new(m, d), new(d), torch.rand(m, device="cuda")
+    ops.rms_norm_stats(x, g, 1e-6)
+    for bias, normalised in ((g, True), (None, False)):
+        ops.layer_norm_stats(x, g, bias, 1e-6, normalised)
+    for head_dim, rotary_dim, interleaved in ((64, 64, False), (128, 128, False), (256, 256, False), (64, 32, False), (16, 16, True), (10, 4, False)):
+        q, k = 3, 2
+        columns, n = (q + k) * head_dim, (q + 2 * k) * head_dim
+        y, product, h, w, bias = new(m, n), new(m, columns), new(m, 32), new(n, 32), new(n)
+        norms = new(head_dim), new(head_dim), 1e-6, q * head_dim
+        table = torch.rand(m, rotary_dim // 2, device="cuda")
+        rope = table, table, None, m, head_dim, columns, interleaved
+        heads = [new(1, m, count, head_dim) for count in (q, k, k)]
+        for b in (None, bias):
+            ops.rope_backward(*heads, y, rstd, b, *rope, d)
+            ops.qknorm_rope_backward(*heads, product, y, rstd, b, *norms, *rope, d)
+        ops.rstd_rope(h, rstd, w, bias, *rope)
+        ops.rstd_qknorm_rope(h, rstd, w, None, *norms, *rope, True)
+    ops.dglu(new(m, 24), None, new(m, 48), None, "silu", d, True)
+    ops.dact(new(m, 24), None, new(m, 24), None, new(24), "gelu", d, True)
+
+
+def main(part=""):
+    torch.manual_seed(0)
+    for key, kernel in KERNELS.items():
+        if part in key:
+            for m, n, k in ((8 if kernel["layout"] == "nt" else 1, 8, 8), (136, 264, 72)):
+                with force_kernel(key):
+                    for _ in run(kernel, m, n, k, 0):
+                        pass
+            torch.cuda.synchronize()
+            print(key, flush=True)
+    for m, d in ((3, 40), (130, 264)):
+        row_kernels(m, d)
+        torch.cuda.synchronize()
+        print("row kernels", m, d, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
