@@ -5,6 +5,7 @@
 See ARCHITECTURE.md for how a call travels from here to a kernel.
 """
 from coda._extension import backend_of_last_call, info
+from coda.ops.cross_entropy import linear_cross_entropy, linear_log_prob
 from coda.ops.linear import linear, linear_residual
 from coda.ops.mlp import fused_mlp_forward
 from coda.ops.norm import NormStats, rms_norm_stats
@@ -20,6 +21,8 @@ __all__ = [
     "fused_mlp_forward",
     "info",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_prob",
     "linear_residual",
     "linear_residual_rms_norm",
     "nn",
