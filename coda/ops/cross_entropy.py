@@ -85,8 +85,8 @@ def linear_cross_entropy(
     As in torch the mean over no row is NaN, and its gradients are zero. Logits are sums in float32 (float64), of which the statistics are taken
     before anything is rounded; their gradient is rounded once to x's dtype for the products. The weight's gradient is summed over chunks in float32
     and rounded once. With "mean" and "sum", without keep_logits and while nothing but the loss is differentiated, gradients are formed in the forward,
-    and only multiplied by the incoming scalar in the backward: up to a power of two, which rounds nothing, the gradients of x, weight and bias are
-    then rounded a second time. With keep_logits they are formed in the backward, from the logits as they were rounded.
+    and only multiplied by the incoming scalar in the backward: up to a power of two, which rounds nothing, the gradients of x and weight are then
+    rounded a second time. With keep_logits they are formed in the backward, from the logits as they were rounded.
 
     Source: Szegedy et al., arXiv:1512.00567 (label smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss); Gemma Team, arXiv:2408.00118 (soft-capping);
     Hsu et al., Liger Kernel, arXiv:2410.10989 (gradients in the forward, chunk by chunk).
@@ -304,7 +304,6 @@ class _Gradients:
         zeros = lambda like: like.new_zeros(like.shape, dtype=dtype)
         # In float32 the operator gives its part of the gradient unrounded.
         self.norm_weight = None if norm_weight is None else norm_weight.to(dtype)
-        self.norm_dtype = None if norm_weight is None else norm_weight.dtype
         self.dx = x.new_empty(x.shape) if need_x else None
         self.dnorm = zeros(norm_weight) if need_norm else None
         self.dbias = zeros(bias) if need_bias else None
@@ -343,18 +342,22 @@ class _Gradients:
             torch.ops.coda.gemm_accumulate_(self.dweight, dz.t(), h)
 
     def result(self) -> tuple[Tensor | None, ...]:
+        """Those of x and weight (but see `wide`) in their dtypes, those of the vectors in float32 (float64)."""
         dweight, dbias, dnorm = self.dweight, self.dbias, self.dnorm
         if self.into is not None or not self.needs[2]:
             dweight = None
         elif not self.wide:
             dweight = dweight.to(self.weight.dtype)
-        dbias = None if dbias is None else dbias.to(self.bias.dtype)
-        return self.dx, None if dnorm is None else dnorm.to(self.norm_dtype), dweight, dbias
+        return self.dx, dnorm, dweight, dbias
+
+
+def _rounded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.to(like.dtype)
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
-    """gradient * scale, rounded once; a scalar tensor of a wider dtype would be rounded first."""
-    return None if gradient is None else (gradient.to(scale.dtype) * scale).to(gradient.dtype)
+    """gradient * scale, in scale's dtype: torch would round a scalar tensor to the other's."""
+    return None if gradient is None else gradient.to(scale.dtype) * scale
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -384,6 +387,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradients = _scale(formed, weight, scale)
             else:
                 gradients = _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, target, counted, logits, lse)
+        gradients = tuple(_rounded(g, like) for g, like in zip(gradients, (x, norm_weight, weight, bias)))
         dx, dnorm, dweight, dbias = once(ctx.public, gradients, dloss, *others, x, norm_weight, weight, bias)
         return None, dx, None, None, dnorm, dweight, dbias, *[None] * 4
 
@@ -396,8 +400,7 @@ def _scale(formed, weight, scale) -> tuple[Tensor | None, ...]:
         total.addcmul_(dweight, scale.to(total.dtype))
         mark_added_to_main_grad(weight)
         dweight = None
-    dweight = _scaled(dweight, scale)
-    return _scaled(dx, scale), _scaled(dnorm, scale), None if dweight is None else dweight.to(weight.dtype), _scaled(dbias, scale)
+    return tuple(_scaled(t, scale) for t in (dx, dnorm, dweight, dbias))
 
 
 def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, target, counted, saved, lse) -> tuple[Tensor | None, ...]:
