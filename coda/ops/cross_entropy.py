@@ -182,8 +182,7 @@ def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_in
     labels = target.reshape(-1).long()
     counted = labels != ignore_index
     labels = labels.masked_fill(~counted, 0)
-    chunk = max(1, int(chunk_bytes) // max(1, weight.shape[0] * x.element_size()))
-    chunk -= chunk % _TILE if chunk > _TILE else 0
+    chunk = chunk_rows(chunk_bytes, weight.shape[0], x.element_size())
     arguments = rows, h, rstd, norm_weight, weight, bias, labels, counted, options, chunk
     if needs_grad(rows, norm_weight, weight, bias):
         outputs = _LinearCrossEntropy.apply(public, *arguments)
@@ -197,6 +196,12 @@ def _wanted(all_three: tuple, options: _Options) -> tuple:
     """Of loss, logits and lse those that are returned."""
     wanted = True, options.keep_logits, options.return_lse
     return tuple(t for t, wants in zip(all_three, wanted) if wants)
+
+
+def chunk_rows(chunk_bytes: float, classes: int, element_size: int) -> int:
+    """How many rows of logits a chunk has."""
+    rows = max(1, int(chunk_bytes) // (max(1, classes) * element_size))
+    return rows - rows % _TILE if rows > _TILE else rows
 
 
 def chunk_logits(h: Tensor, rstd: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -251,12 +256,12 @@ def _chunks(tokens: int, chunk: int):
 
 
 def _mean_weight(counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """1 / the number of rows that count, as a quotient (m, p) = m / p, with m in (1, 2] and p a power of two.
+    """1 / the number of rows that count, as a quotient (m, p) = m / p, with m in (1/2, 1] and p a power of two.
 
     The gradients that the forward forms have the factor m. In float16 they would underflow with 1 / count, and p is divided out without rounding.
     """
     count = counted.sum().clamp(min=1).to(dtype)
-    mantissa = torch.frexp(count)[0]
+    mantissa = 2 * torch.frexp(count)[0]
     return 1 / mantissa, count / mantissa
 
 
@@ -268,7 +273,9 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, counted, options, ch
     kept = x.new_empty((tokens, weight.shape[0]) if options.keep_logits else (0,))
     sums = None
     if needs is not None:
-        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk, None, main_grad(weight) is not None)
+        # A sum over tokens, before it is divided by their number, may be too large for float16.
+        unrounded = main_grad(weight) is not None or weight.dtype == torch.float16
+        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk, None, unrounded)
         factor = _mean_weight(counted, wide)[0] if options.reduction == "mean" else 1
         loss_weight = counted.to(wide) * factor
     for s in _chunks(tokens, chunk):
