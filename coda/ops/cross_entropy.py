@@ -8,7 +8,8 @@ the forward forms the gradients, three products in all, and the backward scales 
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,12 +65,12 @@ def linear_cross_entropy(
         norm_weight: [D] in x's dtype or float32: x is the input of an RMSNorm with this weight and eps. None: no norm.
         stats: the statistics that came with x from `coda.linear_residual`. None: they are computed here, in a pass over x.
         ignore_index: rows with this target have loss 0, no gradient, and are not counted in the mean.
-        reduction: "mean" over the rows that count, "sum" or "none".
+        reduction: "mean" over the rows that count, "sum" or "none" (for a weight for each token, which then multiplies the result).
         label_smoothing: in [0, 1]. z_loss: its factor, 0 or more. softcap: positive.
         keep_logits: return the logits too, which then are held.
         return_lse: return lse too, also of ignored rows.
         chunk_bytes: at most so much memory for the logits of one chunk of tokens in x's dtype, but at least a row. The torch operations on a chunk
-            hold up to about five times as much. Results depend on it by rounding only.
+            hold several times as much. Results depend on it by rounding only.
 
     Returns:
         The loss, a scalar or [...] with "none", in float32 (float64 for float64 x); or a tuple of it, with keep_logits the logits [..., V] in x's
@@ -91,9 +92,10 @@ def linear_cross_entropy(
     Source: Szegedy et al., arXiv:1512.00567 (label smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss); Gemma Team, arXiv:2408.00118 (soft-capping);
     Hsu et al., Liger Kernel, arXiv:2410.10989 (gradients in the forward, chunk by chunk).
     """
-    _check_choice("reduction", reduction, REDUCTIONS)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(map(repr, REDUCTIONS))}")
     _check_number("label_smoothing", label_smoothing, "a number from 0 to 1", lambda v: 0 <= v <= 1)
-    _check_number("z_loss", z_loss, "a number, 0 or more", lambda v: v >= 0)
+    _check_number("z_loss", z_loss, "a finite number, 0 or more", lambda v: v >= 0)
     options = _Options(reduction, float(label_smoothing), float(z_loss), softcap, bool(keep_logits), bool(return_lse))
     outputs = _outputs("coda.linear_cross_entropy", x, weight, target, bias, norm_weight, eps, stats, ignore_index, options, chunk_bytes)
     return outputs if len(outputs) > 1 else outputs[0]
@@ -130,13 +132,8 @@ class _Options(NamedTuple):
     return_lse: bool
 
 
-def _check_choice(name: str, value: Any, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
-
-
-def _check_number(name: str, value: Any, expected: str, allowed) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not allowed(value):
+def _check_number(name: str, value: Any, expected: str, allowed: Callable) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (abs(value) < math.inf and allowed(value)):
         raise ValueError(f"{name} is {value!r}, expected {expected}")
 
 
@@ -154,7 +151,7 @@ def _check_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) ->
 def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_index, options, chunk_bytes) -> tuple[Tensor, ...]:
     """The loss, and of logits and lse what is asked for, in the shapes that the caller knows."""
     if options.softcap is not None:
-        _check_number("softcap", options.softcap, "None or a positive number", lambda v: v > 0)
+        _check_number("softcap", options.softcap, "None or a positive finite number", lambda v: v > 0)
     _check_number("chunk_bytes", chunk_bytes, "a positive number of bytes", lambda v: v > 0)
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer")
@@ -251,7 +248,9 @@ def chunk_gradient(
     return gradient if incoming is None else gradient.add_(incoming)
 
 
-def _chunks(tokens: int, chunk: int):
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    if 0 < tokens <= chunk:  # torch.compile needs one graph for all these numbers of tokens
+        return [slice(0, tokens)]
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
@@ -291,6 +290,7 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, counted, options, ch
             kept[s] = logits
         if sums is not None:
             sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], loss_weight[s], None, None, options))
+        del logits  # before the next are made
     losses.masked_fill_(~counted, 0)
     loss = losses
     if options.reduction != "none":
@@ -320,6 +320,7 @@ class _Gradients:
             self.dweight = zeros(weight)
 
     def add(self, s: slice, h: Tensor, logits: Tensor, dlogits: Tensor) -> None:
+        """Those of the rows s, from the result of `chunk_gradient`, which is used up."""
         need_x, need_norm, need_weight, need_bias = self.needs
         if need_bias:
             self.dbias += dlogits.sum(0)
@@ -331,12 +332,11 @@ class _Gradients:
                 if self.bias is not None:  # a column that the bias takes away has no gradient
                     y = (logits - self.bias).masked_fill_(self.bias.isinf(), 0)
                 correction = rstd.square() * (dlogits * y).sum(1) / max(self.x.shape[1], 1)
-            dlogits = dlogits * rstd.unsqueeze(1)
+            dlogits.mul_(rstd.unsqueeze(1))
         dz = dlogits.to(self.x.dtype)
         if need_x or need_norm:
-            dx, dnorm, _ = norm_gradient(
-                dz, correction, self.x[s], self.norm_weight, (self.weight,), None, need_x, need_norm, (False,)
-            )
+            arguments = dz, correction, self.x[s], self.norm_weight, (self.weight,), None
+            dx, dnorm, _ = norm_gradient(*arguments, need_x, need_norm, (False,))
             if need_x:
                 self.dx[s] = dx
             if need_norm:
@@ -426,6 +426,7 @@ def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, tar
         weights = loss_weight[s], None if dlse is None else dlse[s]
         incoming = None if dlogits is None else dlogits[s]
         sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], *weights, incoming, ctx.options))
+        del logits
     if into is not None:
         mark_added_to_main_grad(weight)
     return sums.result()

@@ -438,6 +438,22 @@ def test_compiled_with_ignored_rows(device, kind):
         torch.testing.assert_close(found, function(**tensors))
 
 
+def test_one_graph_for_any_number_of_tokens(device):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(coda.linear_cross_entropy, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (5, 9, 130):
+        tensors = inputs(m, 16, 24, sixteen_on_cuda(device), device)
+        target = targets(tensors["x"], 24)
+        values = leaves(tensors)
+        loss = compiled(**values, target=target)
+        expected_loss, expected = gradients_of(tensors, target)
+        torch.testing.assert_close(loss, expected_loss)
+        for a, b in zip(torch.autograd.grad(loss, list(values.values())), expected.values()):
+            torch.testing.assert_close(a, b, **(dict(rtol=2e-2, atol=2e-2) if device == "cuda" else {}))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_with_the_statistics_of_the_sum_before(device):
     dtype = sixteen_on_cuda(device, torch.float64)
     shapes = dict(a=(6, 16), w=(8, 16), residual=(6, 8), norm_weight=(8,), weight=(70, 8))
@@ -492,8 +508,8 @@ def test_label_out_of_range(dtype, label):
         (dict(reduction="batch"), ValueError, "reduction is 'batch', expected one of 'mean', 'sum', 'none'"),
         (dict(label_smoothing=1.5), ValueError, "label_smoothing is 1.5, expected a number from 0 to 1"),
         (dict(label_smoothing=None), ValueError, "label_smoothing is None"),
-        (dict(z_loss=-1), ValueError, "z_loss is -1, expected a number, 0 or more"),
-        (dict(softcap=0.0), ValueError, "softcap is 0.0, expected None or a positive number"),
+        (dict(z_loss=-1), ValueError, "z_loss is -1, expected a finite number, 0 or more"),
+        (dict(softcap=0.0), ValueError, "softcap is 0.0, expected None or a positive finite number"),
         (dict(softcap=math.nan), ValueError, "softcap is nan"),
         (dict(chunk_bytes=0), ValueError, "chunk_bytes is 0, expected a positive number of bytes"),
     ],
