@@ -3,6 +3,7 @@
 from torch import nn
 
 import coda
+from coda.ops.cross_entropy import CHUNK_BYTES
 
 
 class LinearCrossEntropy(nn.Module):
@@ -26,6 +27,7 @@ class LinearCrossEntropy(nn.Module):
         keep_logits=False,
         return_lse=False,
         eps=1e-6,
+        chunk_bytes=CHUNK_BYTES,
     ):
         super().__init__()
         self.options = dict(
@@ -37,11 +39,13 @@ class LinearCrossEntropy(nn.Module):
             keep_logits=keep_logits,
             return_lse=return_lse,
             eps=eps,
+            chunk_bytes=chunk_bytes,
         )
 
-    def forward(self, weight, x, target, bias=None, *, norm_weight=None, stats=None):
-        """weight: [V, D]; x: [..., D]; target: [...]; bias: [V]. norm_weight: [D], of an RMSNorm of x before the head; stats: see there."""
-        return coda.linear_cross_entropy(x, weight, target, bias=bias, norm_weight=norm_weight, stats=stats, **self.options)
+    def forward(self, weight, x, target, bias=None, *, norm_weight=None, stats=None, shard=None):
+        """weight: [V, D]; x: [..., D]; target: [...]; bias: [V]. norm_weight: [D], of an RMSNorm of x before the head; stats, shard: see there."""
+        tensors = dict(bias=bias, norm_weight=norm_weight, stats=stats, shard=shard)
+        return coda.linear_cross_entropy(x, weight, target, **tensors, **self.options)
 
     def extra_repr(self):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

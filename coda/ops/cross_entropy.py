@@ -8,10 +8,12 @@ the forward forms the gradients, three products in all, and the backward scales 
 """
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Callable, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from coda.ops._common import (
@@ -35,6 +37,29 @@ CHUNK_BYTES = 512 * 2**20
 _TILE = 128  # rows of a GEMM's tile: whole ones, where a chunk has that many
 
 
+@dataclasses.dataclass(frozen=True)
+class VocabularyShard:
+    """Of a head that is divided over the ranks of `group`, by its rows: which of the `classes` rows this rank's weight (and bias) are, `start` and
+    those that follow. Every row belongs to one rank."""
+
+    group: Any
+    start: int
+    classes: int
+
+    def combined(self, lse: Tensor, picked: Tensor, total: Tensor | None, inside: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`chunk_statistics` of all columns from those of each rank's. A label that is no rank's gives NaN."""
+        top = lse.clone()
+        torch.distributed.all_reduce(top, torch.distributed.ReduceOp.MAX, self.group)
+        sums = torch.stack((torch.exp(lse - top), picked, torch.zeros_like(lse) if total is None else total, inside.to(lse.dtype)))
+        torch.distributed.all_reduce(sums, group=self.group)
+        return top + sums[0].log(), torch.where(sums[3] == 1, sums[1], math.nan), None if total is None else sums[2]
+
+    def summed(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            torch.distributed.all_reduce(gradient, group=self.group)
+        return gradient
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -52,6 +77,7 @@ def linear_cross_entropy(
     keep_logits: bool = False,
     return_lse: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    shard: VocabularyShard | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """The cross-entropy of logits = x W^T + b, or RMSNorm(x; norm_weight) W^T + b, with the targets:
 
@@ -71,6 +97,9 @@ def linear_cross_entropy(
         return_lse: return lse too, also of ignored rows.
         chunk_bytes: at most so much memory for the logits of one chunk of tokens in x's dtype, but at least a row. The torch operations on a chunk
             hold several times as much. Results depend on it by rounding only.
+        shard: weight, bias and the kept logits are this rank's rows of a vocabulary that is divided over a process group; V above is the number of
+            all. The other arguments, the loss and lse are the same on every rank, and so are the gradients of x and norm_weight, which are summed
+            over the ranks. All ranks make the same calls, with the same options and tensors that need a gradient.
 
     Returns:
         The loss, a scalar or [...] with "none", in float32 (float64 for float64 x); or a tuple of it, with keep_logits the logits [..., V] in x's
@@ -96,7 +125,7 @@ def linear_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(map(repr, REDUCTIONS))}")
     _check_number("label_smoothing", label_smoothing, "a number from 0 to 1", lambda v: 0 <= v <= 1)
     _check_number("z_loss", z_loss, "a finite number, 0 or more", lambda v: v >= 0)
-    options = _Options(reduction, float(label_smoothing), float(z_loss), softcap, bool(keep_logits), bool(return_lse))
+    options = _Options(reduction, float(label_smoothing), float(z_loss), softcap, bool(keep_logits), bool(return_lse), shard)
     outputs = _outputs("coda.linear_cross_entropy", x, weight, target, bias, norm_weight, eps, stats, ignore_index, options, chunk_bytes)
     return outputs if len(outputs) > 1 else outputs[0]
 
@@ -113,12 +142,13 @@ def linear_log_prob(
     ignore_index: int = -100,
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """The log-probability of each target, z[target] - lse, 0 for ignored rows: [...] in float32 (float64 for float64 x).
 
     The negative of `linear_cross_entropy` with reduction "none", bit for bit: arguments, errors and derivatives are as there.
     """
-    options = _Options("none", 0.0, 0.0, softcap, False, False)
+    options = _Options("none", 0.0, 0.0, softcap, False, False, shard)
     (loss,) = _outputs("coda.linear_log_prob", x, weight, target, bias, norm_weight, eps, stats, ignore_index, options, chunk_bytes)
     return loss.neg()
 
@@ -130,6 +160,7 @@ class _Options(NamedTuple):
     softcap: float | None
     keep_logits: bool
     return_lse: bool
+    shard: VocabularyShard | None
 
 
 def _check_number(name: str, value: Any, expected: str, allowed: Callable) -> None:
@@ -146,6 +177,15 @@ def _check_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) ->
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= classes))]
         if wrong.numel():
             raise IndexError(f"target has the value {wrong[0].item()}, expected 0 to {classes - 1} (a row of weight) or ignore_index = {ignore_index}")
+
+
+def _check_shard(shard: Any, weight: Tensor) -> None:
+    if not isinstance(shard, VocabularyShard):
+        raise TypeError(f"shard is {type(shard).__name__}, expected a coda.VocabularyShard")
+    if not 0 <= shard.start < shard.start + weight.shape[0] <= shard.classes:
+        raise ValueError(
+            f"shard starts at row {shard.start} and weight has {weight.shape[0]} rows, expected one or more within 0 to {shard.classes - 1}"
+        )
 
 
 def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_index, options, chunk_bytes) -> tuple[Tensor, ...]:
@@ -170,7 +210,11 @@ def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_in
     rows = check_weights("x", x, weight=weight)
     check_vector("bias", bias, weight.shape[0], x)
     check_vector("norm_weight", norm_weight, x.shape[-1], x, torch.float32)
-    _check_target(target, x, weight.shape[0], ignore_index)
+    shard, classes = options.shard, weight.shape[0]
+    if shard is not None:
+        _check_shard(shard, weight)
+        classes = shard.classes
+    _check_target(target, x, classes, ignore_index)
     h = rstd = None
     if stats is not None and x is given:
         h, rstd = stats.rows
@@ -178,9 +222,15 @@ def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_in
         h, rstd, _ = norm_statistics(rows, norm_weight, eps, "rms")
     labels = target.reshape(-1).long()
     counted = labels != ignore_index
-    labels = labels.masked_fill(~counted, 0)
-    chunk = chunk_rows(chunk_bytes, weight.shape[0], x.element_size())
-    arguments = rows, h, rstd, norm_weight, weight, bias, labels, counted, options, chunk
+    labels, inside = labels.masked_fill(~counted, 0 if shard is None else shard.start), None
+    if shard is not None:
+        labels = labels - shard.start
+        inside = (labels >= 0) & (labels < weight.shape[0])
+        labels = labels.masked_fill(~inside, 0)
+        # The largest shard has at least so many rows: a number of chunks that is the same on all ranks.
+        classes = -(-classes // torch.distributed.get_world_size(shard.group))
+    chunk = chunk_rows(chunk_bytes, classes, x.element_size())
+    arguments = rows, h, rstd, norm_weight, weight, bias, labels, inside, counted, options, chunk
     if needs_grad(rows, norm_weight, weight, bias):
         outputs = _LinearCrossEntropy.apply(public, *arguments)
     else:
@@ -214,25 +264,39 @@ def chunk_logits(h: Tensor, rstd: Tensor | None, weight: Tensor, bias: Tensor | 
     return logits if bias is None else logits.add_(bias)
 
 
+def _classes(columns: int, options: _Options) -> int:
+    return columns if options.shard is None else options.shard.classes
+
+
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
 
-def chunk_statistics(logits: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(lse, z[target], with label smoothing sum(z)) of each row of logits [m, V]; target [m] int64 in [0, V)."""
+def chunk_statistics(logits: Tensor, target: Tensor, inside: Tensor | None, options: _Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(lse, z[target], with label smoothing sum(z)) of each row of logits [m, V]; target [m] int64 in [0, V). inside: [m], where not, the target
+    is another rank's and its logit 0 here."""
     z = _capped(logits, options.softcap)
     picked = z.gather(1, target.unsqueeze(1)).squeeze(1)
+    picked = picked if inside is None else picked.masked_fill(~inside, 0)
     return z.logsumexp(1), picked, z.sum(1) if options.label_smoothing else None
 
 
 def chunk_gradient(
-    logits: Tensor, lse: Tensor, target: Tensor, loss_weight: Tensor, lse_weight: Tensor | None, incoming: Tensor | None, options: _Options
+    logits: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    inside: Tensor | None,
+    loss_weight: Tensor,
+    lse_weight: Tensor | None,
+    incoming: Tensor | None,
+    options: _Options,
 ) -> Tensor:
     """The gradient of sum(loss_weight loss + lse_weight lse) + sum(incoming logits) by logits [m, V], in their dtype:
 
         softmax(z) (loss_weight (1 + 2 z_loss lse) + lse_weight) - loss_weight ((1 - label_smoothing) onehot(target) + label_smoothing / V)
 
-    times 1 - (z / softcap)^2, plus incoming. loss_weight, lse_weight: [m], 0 where a row counts for nothing. Nothing given is changed.
+    times 1 - (z / softcap)^2, plus incoming. loss_weight, lse_weight: [m], 0 where a row counts for nothing. target, inside: as in
+    `chunk_statistics`. Nothing given is changed.
     """
     z = _capped(logits, options.softcap)
     by_lse = loss_weight * (1 + 2 * options.z_loss * lse) if options.z_loss else loss_weight
@@ -240,9 +304,10 @@ def chunk_gradient(
     gradient = (z - lse.unsqueeze(1)).exp_().mul_(by_lse.unsqueeze(1))
     smoothing = options.label_smoothing
     if smoothing:
-        gradient.sub_((loss_weight * (smoothing / logits.shape[1])).unsqueeze(1))
+        gradient.sub_((loss_weight * (smoothing / _classes(logits.shape[1], options))).unsqueeze(1))
+    here = loss_weight if inside is None else loss_weight.masked_fill(~inside, 0)
     rows = torch.arange(logits.shape[0], device=logits.device)
-    gradient[rows, target] -= loss_weight * (1 - smoothing)
+    gradient[rows, target] -= here * (1 - smoothing)
     if options.softcap is not None:
         gradient.mul_(1 - (z / options.softcap).square_())
     return gradient if incoming is None else gradient.add_(incoming)
@@ -264,7 +329,7 @@ def _mean_weight(counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return 1 / mantissa, count / mantissa
 
 
-def _forward(x, h, rstd, norm_weight, weight, bias, target, counted, options, chunk, needs):
+def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk, needs):
     """(loss, logits or an empty tensor, lse, the gradients of a loss that is a scalar, if `needs` says of what)"""
     wide, tokens = statistics_dtype(x), x.shape[0]
     h = x if h is None else h
@@ -274,22 +339,25 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, counted, options, ch
     if needs is not None:
         # A sum over tokens, before it is divided by their number, may be too large for float16.
         unrounded = main_grad(weight) is not None or weight.dtype == torch.float16
-        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk, None, unrounded)
+        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk, None, unrounded, options.shard)
         factor = _mean_weight(counted, wide)[0] if options.reduction == "mean" else 1
         loss_weight = counted.to(wide) * factor
     for s in _chunks(tokens, chunk):
         logits = chunk_logits(h[s], None if rstd is None else rstd[s], weight, bias)
-        lse[s], picked, total = chunk_statistics(logits, target[s], options)
+        here = None if inside is None else inside[s]
+        lse[s], picked, total = chunk_statistics(logits, target[s], here, options)
+        if here is not None:
+            lse[s], picked, total = options.shard.combined(lse[s], picked, total, here)
         smoothing = options.label_smoothing
         losses[s] = lse[s] - (1 - smoothing) * picked
         if smoothing:
-            losses[s] -= total * (smoothing / weight.shape[0])
+            losses[s] -= total * (smoothing / _classes(weight.shape[0], options))
         if options.z_loss:
             losses[s] += options.z_loss * lse[s].square()
         if options.keep_logits:
             kept[s] = logits
         if sums is not None:
-            sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], loss_weight[s], None, None, options))
+            sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], here, loss_weight[s], None, None, options))
         del logits  # before the next are made
     losses.masked_fill_(~counted, 0)
     loss = losses
@@ -303,9 +371,9 @@ class _Gradients:
 
     into: what the gradient of weight is added to, float32, instead of a tensor of its own. wide: that tensor stays in float32 (float64)."""
 
-    def __init__(self, x, rstd, norm_weight, weight, bias, needs, single, into, wide):
+    def __init__(self, x, rstd, norm_weight, weight, bias, needs, single, into, wide, shard):
         self.x, self.rstd, self.weight, self.bias = x, rstd, weight, bias
-        self.needs, self.into, self.wide = needs, into, wide
+        self.needs, self.into, self.wide, self.shard = needs, into, wide, shard
         need_x, need_norm, need_weight, need_bias = needs
         dtype = statistics_dtype(x)
         zeros = lambda like: like.new_zeros(like.shape, dtype=dtype)
@@ -355,7 +423,10 @@ class _Gradients:
             dweight = None
         elif not self.wide:
             dweight = dweight.to(self.weight.dtype)
-        return self.dx, dnorm, dweight, dbias
+        dx = self.dx
+        if self.shard is not None:
+            dx, dnorm = self.shard.summed(dx), self.shard.summed(dnorm)
+        return dx, dnorm, dweight, dbias
 
 
 def _rounded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -369,34 +440,36 @@ def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, public, x, h, rstd, norm_weight, weight, bias, target, counted, options, chunk):
+    def forward(ctx: Any, public, x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk):
         needs = tuple(ctx.needs_input_grad[i] for i in (1, 4, 5, 6))
         at_once = options.reduction != "none" and not options.keep_logits
-        arguments = x, h, rstd, norm_weight, weight, bias, target, counted, options, chunk
+        arguments = x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk
         loss, logits, lse, gradients = _forward(*arguments, needs if at_once else None)
         saved = logits if options.keep_logits else None
-        ctx.save_for_backward(x, rstd, norm_weight, weight, bias, target, counted, saved, lse, *(gradients or ()))
+        ctx.save_for_backward(x, rstd, norm_weight, weight, bias, target, inside, counted, saved, lse, *(gradients or ()))
         ctx.public, ctx.options, ctx.chunk, ctx.needs = public, options, chunk, needs
         ctx.set_materialize_grads(False)
         return _wanted((loss, logits, lse), options)
 
     @staticmethod
     def backward(ctx: Any, dloss, *others):
-        x, rstd, norm_weight, weight, bias, target, counted, logits, lse, *formed = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        tensors, formed = saved[:10], saved[10:]
+        x, _, norm_weight, weight, bias, _, _, counted, _, lse = tensors
         incoming = iter(others)
         dlogits = next(incoming) if ctx.options.keep_logits else None
         dlse = next(incoming) if ctx.options.return_lse else None
         if dloss is None and dlogits is None and dlse is None:
-            return (None,) * 11
+            return (None,) * 12
         with torch.no_grad():
             if formed and dlse is None:
                 scale = dloss / _mean_weight(counted, lse.dtype)[1] if ctx.options.reduction == "mean" else dloss
                 gradients = _scale(formed, weight, scale)
             else:
-                gradients = _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, target, counted, logits, lse)
+                gradients = _backward(ctx, dloss, dlogits, dlse, *tensors)
         gradients = tuple(_rounded(g, like) for g, like in zip(gradients, (x, norm_weight, weight, bias)))
         dx, dnorm, dweight, dbias = once(ctx.public, gradients, dloss, *others, x, norm_weight, weight, bias)
-        return None, dx, None, None, dnorm, dweight, dbias, *[None] * 4
+        return None, dx, None, None, dnorm, dweight, dbias, *[None] * 5
 
 
 def _scale(formed, weight, scale) -> tuple[Tensor | None, ...]:
@@ -410,7 +483,7 @@ def _scale(formed, weight, scale) -> tuple[Tensor | None, ...]:
     return tuple(_scaled(t, scale) for t in (dx, dnorm, dweight, dbias))
 
 
-def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, target, counted, saved, lse) -> tuple[Tensor | None, ...]:
+def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, target, inside, counted, saved, lse) -> tuple[Tensor | None, ...]:
     """The gradients from those of all outputs, chunk by chunk, with the logits kept or formed again."""
     wide, tokens = lse.dtype, x.shape[0]
     h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
@@ -420,12 +493,11 @@ def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, tar
         dloss = dloss / counted.sum() if ctx.options.reduction == "mean" else dloss
         loss_weight = torch.where(counted, dloss, 0).to(wide)
     into = main_grad(weight) if ctx.needs[2] else None
-    sums = _Gradients(x, rstd, norm_weight, weight, bias, ctx.needs, tokens <= ctx.chunk, into, False)
+    sums = _Gradients(x, rstd, norm_weight, weight, bias, ctx.needs, tokens <= ctx.chunk, into, False, ctx.options.shard)
     for s in _chunks(tokens, ctx.chunk):
         logits = saved[s].to(wide) if saved is not None else chunk_logits(h[s], None if rstd is None else rstd[s], weight, bias)
-        weights = loss_weight[s], None if dlse is None else dlse[s]
-        incoming = None if dlogits is None else dlogits[s]
-        sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], *weights, incoming, ctx.options))
+        here, lse_weight, incoming = (None if t is None else t[s] for t in (inside, dlse, dlogits))
+        sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], here, loss_weight[s], lse_weight, incoming, ctx.options))
         del logits
     if into is not None:
         mark_added_to_main_grad(weight)
