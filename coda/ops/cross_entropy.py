@@ -1,8 +1,8 @@
 """The language-model head and its loss, without the M x V logits.
 
-Tokens are taken in chunks. Of a chunk the logits are formed, their statistics, and from these the gradient of the logits, which two products turn into
-the gradients of the operands before the next chunk takes its place. Where the loss is a sum or a mean, all that the backward will bring is one scalar:
-the forward forms the gradients, three products in all, and the backward scales them. Else the backward forms the logits again: four products.
+Tokens are taken in chunks. Of a chunk the logits are formed, their statistics, and from these the gradient of the logits, which two products turn
+into the gradients of the operands before the next chunk takes its place. Where the loss is a sum or a mean, all that the backward will bring is one
+scalar: the forward forms the gradients, three products in all, and the backward scales them. Else the backward forms the logits again: four products.
 
 `chunk_statistics` and `chunk_gradient` are the whole mathematics. They are torch operations so far, on logits in float32, which no epilogue rounds.
 """
@@ -88,7 +88,8 @@ def linear_cross_entropy(
         x: [..., D]; float32, float64, bfloat16 or float16.
         weight: [V, D], dtype and device of x (inside autocast, of any of these dtypes). bias: [V].
         target: [...], int64 or int32, each in [0, V) or ignore_index.
-        norm_weight: [D] in x's dtype or float32: x is the input of an RMSNorm with this weight and eps. None: no norm.
+        norm_weight: [D] in x's dtype or float32: x is the input of an RMSNorm with this weight and eps. None: no norm, or with stats one without a
+            weight.
         stats: the statistics that came with x from `coda.linear_residual`. None: they are computed here, in a pass over x.
         ignore_index: rows with this target have loss 0, no gradient, and are not counted in the mean.
         reduction: "mean" over the rows that count, "sum" or "none" (for a weight for each token, which then multiplies the result).
@@ -109,17 +110,17 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument of another type, dtype, device, shape or range, or stats of another tensor, norm weight or eps.
         IndexError: a target outside [0, V), on the CPU. On a GPU the range is not checked here, which would wait for the device: torch's indexing
-            fails with its device-side assertion.
+            fails with its device-side assertion; with shard, the loss is NaN.
         NotImplementedError: when a second derivative is asked for.
 
     As in torch the mean over no row is NaN, and its gradients are zero. Logits are sums in float32 (float64), of which the statistics are taken
     before anything is rounded; their gradient is rounded once to x's dtype for the products. The weight's gradient is summed over chunks in float32
-    and rounded once. With "mean" and "sum", without keep_logits and while nothing but the loss is differentiated, gradients are formed in the forward,
-    and only multiplied by the incoming scalar in the backward: up to a power of two, which rounds nothing, the gradients of x and weight are then
-    rounded a second time. With keep_logits they are formed in the backward, from the logits as they were rounded.
+    and rounded once. With "mean" and "sum", without keep_logits and while nothing but the loss is differentiated, gradients are formed in the
+    forward, and only multiplied by the incoming scalar in the backward; if that is no power of two, the gradients of x and weight are rounded a second time.
+    With keep_logits they are formed in the backward, from the logits as they were rounded.
 
-    Source: Szegedy et al., arXiv:1512.00567 (label smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss); Gemma Team, arXiv:2408.00118 (soft-capping);
-    Hsu et al., Liger Kernel, arXiv:2410.10989 (gradients in the forward, chunk by chunk).
+    Source: Szegedy et al., arXiv:1512.00567 (label smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss); Gemma Team, arXiv:2408.00118
+    (soft-capping); Hsu et al., Liger Kernel, arXiv:2410.10989 (gradients in the forward, chunk by chunk).
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(map(repr, REDUCTIONS))}")
@@ -176,7 +177,8 @@ def _check_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) ->
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= classes))]
         if wrong.numel():
-            raise IndexError(f"target has the value {wrong[0].item()}, expected 0 to {classes - 1} (a row of weight) or ignore_index = {ignore_index}")
+            value = wrong[0].item()
+            raise IndexError(f"target has the value {value}, expected 0 to {classes - 1} (a row of weight) or ignore_index = {ignore_index}")
 
 
 def _check_shard(shard: Any, weight: Tensor) -> None:
@@ -208,6 +210,8 @@ def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_in
     given = x
     x, weight, bias = cast_for_autocast(x, x, weight, bias)
     rows = check_weights("x", x, weight=weight)
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected at least one row, a class")
     check_vector("bias", bias, weight.shape[0], x)
     check_vector("norm_weight", norm_weight, x.shape[-1], x, torch.float32)
     shard, classes = options.shard, weight.shape[0]

@@ -63,6 +63,16 @@ def test_against_float64(device, v, dtype, options):
         compare(case(m, v, rows, **OPTIONS[options]), tensors, 1.25 if v == 1000 else 1.1)  # the norm: test_differentiable.py
 
 
+@pytest.mark.parametrize("v", [65537, 128256, 152064, 262144])
+def test_large_vocabularies(device, v):
+    tensors = inputs(12, 8, v, torch.bfloat16, device)
+    compare(case(12, v, 5), tensors, 1.1)
+    last = torch.arange(v - 12, v, device=device)
+    loss, found = gradients_of(tensors, last)
+    torch.testing.assert_close(loss, F.cross_entropy(tensors["x"].float() @ tensors["weight"].float().t(), last))
+    assert found["weight"][-12:].any(1).all()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("v, norm_weight", [(70, False), (70, True), (1000, False)])
@@ -88,8 +98,9 @@ def test_gradients_formed_in_the_forward(device, reduction, dtype, v, norm_weigh
 def test_same_as_torch(reduction, label_smoothing):
     tensors = leaves(inputs(12, 8, 70, torch.float64, "cpu", bias=True))
     target = targets(tensors["x"], 70)
-    expected = F.cross_entropy(F.linear(tensors["x"], tensors["weight"], tensors["bias"]), target, reduction=reduction, label_smoothing=label_smoothing)
-    found = coda.linear_cross_entropy(**tensors, target=target, reduction=reduction, label_smoothing=label_smoothing)
+    options = dict(reduction=reduction, label_smoothing=label_smoothing)
+    expected = F.cross_entropy(F.linear(tensors["x"], tensors["weight"], tensors["bias"]), target, **options)
+    found = coda.linear_cross_entropy(**tensors, target=target, **options)
     torch.testing.assert_close(found, expected)
     for a, b in zip(*(torch.autograd.grad(loss.sum(), list(tensors.values())) for loss in (found, expected))):
         torch.testing.assert_close(a, b)
@@ -285,6 +296,24 @@ def test_log_probabilities_are_those_of_training(device, dtype, options):
     assert torch.equal(ratio, torch.ones_like(ratio))
     ratio.sum().backward()
     assert all(t.grad.any() for t in values.values())
+
+
+def test_one_token_without_dimensions(device):
+    tensors = inputs(1, 8, 70, sixteen_on_cuda(device), device, bias=True)
+    target = torch.tensor([7], device=device)
+    options = dict(reduction="none", keep_logits=True, return_lse=True)
+    many = coda.linear_cross_entropy(**tensors, target=target, **options)
+    one = coda.linear_cross_entropy(**(tensors | dict(x=tensors["x"][0])), target=target[0], **options)
+    assert [t.shape for t in one] == [(), (70,), ()] and all(torch.equal(a, b[0]) for a, b in zip(one, many))
+
+
+def test_no_width(device):
+    """The logits are the bias."""
+    tensors = inputs(3, 0, 5, sixteen_on_cuda(device), device, bias=True)
+    target = torch.tensor([1, 2, -100], device=device)
+    loss, gradients = gradients_of(tensors, target)
+    torch.testing.assert_close(loss, F.cross_entropy(tensors["bias"].float().expand(3, 5), target))
+    assert gradients["bias"].all() and gradients["x"].shape == (3, 0) and gradients["weight"].shape == (5, 0)
 
 
 # Autograd
@@ -496,6 +525,7 @@ def test_label_out_of_range(dtype, label):
         (dict(x=torch.ones(())), ValueError, "x has shape []"),
         (dict(weight=torch.ones(5, 7)), ValueError, "weight has shape [5, 7], expected 4 columns"),
         (dict(weight=torch.ones(5, 4, dtype=torch.float64)), TypeError, "weight has dtype torch.float64, expected torch.float32"),
+        (dict(weight=torch.ones(0, 4)), ValueError, "weight has shape [0, 4], expected at least one row"),
         (dict(target=None), TypeError, "target is NoneType"),
         (dict(target=torch.zeros(3)), TypeError, "target has dtype torch.float32, expected int64 or int32"),
         (dict(target=torch.zeros(4, dtype=torch.int64)), ValueError, "target has shape [4], expected [3]"),

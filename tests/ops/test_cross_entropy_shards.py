@@ -91,7 +91,7 @@ def test_bad_shards(one_rank):
     tensors, target = arguments()
     raises(TypeError, "shard is int, expected a coda.VocabularyShard", coda.linear_cross_entropy, **tensors, target=target, shard=1)
     for start, classes in ((1, V), (-1, V), (0, V - 1)):
-        shard = coda.VocabularyShard(one_rank, start, classes)
-        raises(ValueError, f"shard starts at row {start} and weight has {V} rows, expected one or more within 0 to {classes - 1}", coda.linear_cross_entropy, **tensors, target=target, shard=shard)
+        words = f"shard starts at row {start} and weight has {V} rows, expected one or more within 0 to {classes - 1}"
+        raises(ValueError, words, coda.linear_cross_entropy, **tensors, target=target, shard=coda.VocabularyShard(one_rank, start, classes))
     shard = coda.VocabularyShard(one_rank, 2, V + 3)
     raises(IndexError, f"target has the value {V + 3}", coda.linear_log_prob, **tensors, target=target + V + 3, shard=shard)
