@@ -433,13 +433,9 @@ class _Gradients:
         return dx, dnorm, dweight, dbias
 
 
-def _rounded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.to(like.dtype)
-
-
-def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
-    """gradient * scale, in scale's dtype: torch would round a scalar tensor to the other's."""
-    return None if gradient is None else gradient.to(scale.dtype) * scale
+def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None) -> Tensor | None:
+    """gradient * scale in like's dtype, rounded once: a tensor without dimensions, as scale is, torch would first round to gradient's dtype."""
+    return None if gradient is None else torch.mul(gradient, scale.view(1), out=like.new_empty(gradient.shape))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -468,15 +464,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.no_grad():
             if formed and dlse is None:
                 scale = dloss / _mean_weight(counted, lse.dtype)[1] if ctx.options.reduction == "mean" else dloss
-                gradients = _scale(formed, weight, scale)
+                gradients = _scale(formed, scale, x, norm_weight, weight, bias)
             else:
                 gradients = _backward(ctx, dloss, dlogits, dlse, *tensors)
-        gradients = tuple(_rounded(g, like) for g, like in zip(gradients, (x, norm_weight, weight, bias)))
         dx, dnorm, dweight, dbias = once(ctx.public, gradients, dloss, *others, x, norm_weight, weight, bias)
         return None, dx, None, None, dnorm, dweight, dbias, *[None] * 5
 
 
-def _scale(formed, weight, scale) -> tuple[Tensor | None, ...]:
+def _scale(formed, scale, x, norm_weight, weight, bias) -> tuple[Tensor | None, ...]:
     """What the forward formed, times the gradient of its scalar. That of a weight with main_grad goes there."""
     dx, dnorm, dweight, dbias = formed
     total = None if dweight is None else main_grad(weight)
@@ -484,7 +479,7 @@ def _scale(formed, weight, scale) -> tuple[Tensor | None, ...]:
         total.addcmul_(dweight, scale.to(total.dtype))
         mark_added_to_main_grad(weight)
         dweight = None
-    return tuple(_scaled(t, scale) for t in (dx, dnorm, dweight, dbias))
+    return tuple(_scaled(t, scale, like) for t, like in zip((dx, dnorm, dweight, dbias), (x, norm_weight, weight, bias)))
 
 
 def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, target, inside, counted, saved, lse) -> tuple[Tensor | None, ...]:
@@ -505,4 +500,5 @@ def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, tar
         del logits
     if into is not None:
         mark_added_to_main_grad(weight)
-    return sums.result()
+    dx, dnorm, dweight, dbias = sums.result()
+    return dx, None if dnorm is None else dnorm.to(norm_weight.dtype), dweight, None if dbias is None else dbias.to(bias.dtype)

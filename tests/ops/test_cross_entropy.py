@@ -330,6 +330,16 @@ def test_any_scalar_comes_back(upstream, reduction):
         torch.testing.assert_close(found[k], upstream * ones[k])
 
 
+def test_the_scalar_is_not_rounded(device):
+    """1/3 in 16 bits would be off by the same for every element."""
+    tensors = inputs(12, 8, 70, torch.bfloat16, device)
+    target = targets(tensors["x"], 70)
+    _, ones = gradients_of(tensors, target)
+    _, found = gradients_of(tensors, target, 1 / 3)
+    third = torch.full((1,), 1 / 3, device=device)
+    assert all(torch.equal(found[k], (ones[k].float() * third).bfloat16()) for k in tensors)
+
+
 def test_second_backward_with_another_scalar(device):
     values = leaves(inputs(12, 8, 70, sixteen_on_cuda(device), device, bias=True))
     loss = coda.linear_cross_entropy(**values, target=targets(values["x"], 70))
