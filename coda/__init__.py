@@ -5,6 +5,7 @@
 See ARCHITECTURE.md for how a call travels from here to a kernel.
 """
 from coda._extension import backend_of_last_call, info
+from coda.ops.cross_entropy import VocabularyShard, linear_cross_entropy, linear_log_prob
 from coda.ops.linear import linear, linear_residual
 from coda.ops.mlp import fused_mlp_forward
 from coda.ops.norm import NormStats, rms_norm_stats
@@ -16,10 +17,13 @@ from coda import nn  # noqa: E402  its modules call the functions above
 __version__ = "0.1.0"
 __all__ = [
     "NormStats",
+    "VocabularyShard",
     "backend_of_last_call",
     "fused_mlp_forward",
     "info",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_prob",
     "linear_residual",
     "linear_residual_rms_norm",
     "nn",

@@ -7,5 +7,6 @@ Parameters keep the layout of `torch.nn.Linear`, [out, in], with the pieces of a
 from .config import DecoderConfig
 from .decoder import Decoder
 from .layers import MLP, Attention, TransformerBlock
+from .loss import LinearCrossEntropy
 
-__all__ = ["MLP", "Attention", "Decoder", "DecoderConfig", "TransformerBlock"]
+__all__ = ["MLP", "Attention", "Decoder", "DecoderConfig", "LinearCrossEntropy", "TransformerBlock"]

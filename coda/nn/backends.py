@@ -1,8 +1,8 @@
 """The one place where `coda.nn` chooses between coda's operators and plain torch.
 
 "coda" calls the public operators; "eager" is the reference: the same formulas in separate torch operations on the same
-parameters. Only work with an epilogue is listed here. The head, with nothing around it, is a bare GEMM in either case and
-stays `F.linear`.
+parameters. Only work with an epilogue is listed here. The head without a loss has nothing around it: it is a bare GEMM in
+either case and stays `F.linear`.
 
 A norm is a module, nn.RMSNorm or nn.LayerNorm. A `next_norm` asks for the statistics of the result that this norm will need; "eager" has none.
 """
@@ -140,3 +140,14 @@ def linear(backend, x, weight, bias=None, *, residual, next_norm):
         return coda.linear(x, weight, bias, residual=residual), None
     out = F.linear(x, weight, bias)
     return (out if residual is None else residual + out), None
+
+
+def norm_head_loss(backend, x, norm, weight, targets, stats):
+    """The mean cross-entropy of norm(x) weight^T [B, T, V] with targets, a scalar in fp32 (fp64). stats: of x for an nn.RMSNorm, or None."""
+    if backend == "coda":
+        if kind_of(norm) == "rms":
+            return coda.linear_cross_entropy(x, weight, targets, norm_weight=norm.weight, eps=norm.eps, stats=stats)
+        return coda.linear_cross_entropy(apply_norm(norm, x), weight, targets)
+    logits = F.linear(apply_norm(norm, x), weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .backends import apply_norm, check_backend
+from .backends import apply_norm, check_backend, kind_of, norm_head_loss
 from .layers import TransformerBlock, make_norm, rope_tables
 
 INIT_STD = 0.02
@@ -59,17 +59,16 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         rope = rope_tables(positions, self.config.rotary_dim, self.config.rope_theta, like=x)
         stats = None
-        for block, next_norm in zip(self.blocks, [*(b.attention.deferred_norm for b in self.blocks[1:]), None]):
+        last_norm = self.norm if targets is not None and kind_of(self.norm) == "rms" else None
+        for block, next_norm in zip(self.blocks, [*(b.attention.deferred_norm for b in self.blocks[1:]), last_norm]):
             if next_norm is None:
                 x, stats = block(x, rope=rope, stats=stats), None
             else:
                 x, stats = block(x, rope=rope, stats=stats, next_norm=next_norm)
-        x = apply_norm(self.norm, x)
-        logits = F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+        head = self.embedding.weight if self.head is None else self.head.weight
         if targets is None:
-            return logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return F.linear(apply_norm(self.norm, x), head)
+        return norm_head_loss(self.backend, x, self.norm, head, targets, stats)
 
     def _check_tokens(self, tokens):
         if tokens.dim() != 2 or tokens.is_floating_point():

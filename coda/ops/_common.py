@@ -123,8 +123,7 @@ def weight_gradient(weight: Tensor, dy_t: Tensor, x: Tensor) -> Tensor | None:
     if total is None:
         return torch.ops.coda.gemm(dy_t, x)
     torch.ops.coda.gemm_accumulate_(total, dy_t, x)
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
+    mark_added_to_main_grad(weight)
     return None
 
 
@@ -151,6 +150,11 @@ def main_grad(weight: Tensor | None) -> Tensor | None:
             f"expected float32, the weight's shape and {weight.device}"
         )
     return total
+
+
+def mark_added_to_main_grad(weight: Tensor) -> None:
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
 
 
 def refuse_grad(public: str, instead: str, **tensors: Tensor | None) -> None:

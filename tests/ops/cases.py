@@ -238,6 +238,47 @@ def _rope_separate():
     return Case(function, reference, shapes)
 
 
+def targets(x, classes):
+    """A label for each row of x, some of them ignored."""
+    labels = torch.arange(x.shape[:-1].numel(), device=x.device) * 7 % classes
+    labels[1::4] = -100
+    return labels.view(x.shape[:-1])
+
+
+def cross_entropy(logits, target, softcap=None, z_loss=0.0, reduction="mean", label_smoothing=0.0):
+    """The loss of logits [..., V] in float32, or float64, step by step."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    flat, labels = z.reshape(-1, z.shape[-1]), target.reshape(-1).long()
+    loss = F.cross_entropy(flat, labels, reduction="none", label_smoothing=label_smoothing)
+    loss = loss + z_loss * torch.where(labels == -100, 0, flat.logsumexp(-1).square())
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / (labels != -100).sum()
+
+
+def _cross_entropy(keep_logits=False, return_lse=False, chunk_bytes=2**29, **options):
+    vector = lambda loss: loss if options.get("reduction") == "none" else loss.view(1)  # tests index the outputs
+
+    def function(x, weight, norm_weight=None, bias=None):
+        held = dict(keep_logits=keep_logits, return_lse=return_lse, chunk_bytes=chunk_bytes)
+        target = targets(x, weight.shape[0])
+        outputs = as_tuple(coda.linear_cross_entropy(x, weight, target, bias=bias, norm_weight=norm_weight, eps=1e-5, **held, **options))
+        return (vector(outputs[0]), *outputs[1:])
+
+    def reference(x, weight, norm_weight=None, bias=None):
+        logits = F.linear(x if norm_weight is None else norm(x, norm_weight, 1e-5), weight, bias)
+        loss = cross_entropy(logits, targets(x, weight.shape[0]), **options)
+        wide = logits.to(loss.dtype)
+        z = options["softcap"] * torch.tanh(wide / options["softcap"]) if "softcap" in options else wide
+        return (vector(loss), *((logits,) if keep_logits else ()), *((z.logsumexp(-1),) if return_lse else ()))
+
+    return Case(function, reference, lambda m, d, n: dict(x=(m, d), weight=(n, d), norm_weight=(d,), bias=(n,)))
+
+
+ALL_TERMS = dict(softcap=4.0, z_loss=0.01, label_smoothing=0.1)
+
+
 # A chain of blocks as coda.nn builds it: every norm's statistics come from the epilogue before it.
 def _chain():
     def function(a, w_out, residual, norm1, w1, bias, w2, norm2, w_gate_up, w_down, norm3, w_head):
@@ -340,6 +381,12 @@ CASES = {
     "chain": _chain(),
     "layer-chain": _layer_chain(),
     "plain-chain": _plain_chain(),
+    "cross_entropy": _cross_entropy(reduction="none", **ALL_TERMS),
+    "cross_entropy-mean": _cross_entropy(**ALL_TERMS),
+    "cross_entropy-sum": _cross_entropy(reduction="sum", chunk_bytes=2**10),
+    "cross_entropy-kept": _cross_entropy(keep_logits=True, return_lse=True, chunk_bytes=2**10, **ALL_TERMS),
+    "cross_entropy-none-kept": _cross_entropy(keep_logits=True, reduction="none"),
+    "cross_entropy-lse": _cross_entropy(return_lse=True, softcap=4.0, z_loss=0.01),
 }
 # One of each kind, for what does not depend on the formula.
 KINDS = [
@@ -364,6 +411,9 @@ KINDS = [
     "chain",
     "layer-chain",
     "plain-chain",
+    "cross_entropy",
+    "cross_entropy-mean",
+    "cross_entropy-kept",
 ]
 
 
