@@ -61,20 +61,20 @@ class Problem:
     operands: tuple = ()
 
 
-def rnd(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+def rnd(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> torch.Tensor:
+    return (torch.randn(*shape, device=device) * scale).to(dtype)
 
 
-def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Problem]:
+def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = "cuda") -> list[Problem]:
     """Every program of a block at the place where a block uses it."""
     ops, d, f = torch.ops.coda, preset.dim, preset.ffn_dim
-    new = lambda *s, scale=1.0: rnd(*s, scale=scale, dtype=dtype)
+    new = lambda *s, scale=1.0: rnd(*s, scale=scale, dtype=dtype, device=device)
     x, res, g = new(m, d), new(m, d), new(d)
     w, w_down, w_qkv, w_o = new(2 * f, d, scale=d**-0.5), new(d, f, scale=f**-0.5), new(preset.qkv, d, scale=d**-0.5), new(d, d, scale=d**-0.5)
     y, z, dz_qkv = new(m, f), new(m, 2 * f), new(m, preset.qkv)
-    rstd, correction = torch.rand(m, device="cuda") + 0.5, torch.randn(m, device="cuda") * 0.1
-    mean, u = torch.randn(m, device="cuda"), torch.randn(f, device="cuda")
-    angle = torch.rand(m, preset.head_dim // 2, device="cuda") * 6
+    rstd, correction = torch.rand(m, device=device) + 0.5, torch.randn(m, device=device) * 0.1
+    mean, u = torch.randn(m, device=device), torch.randn(f, device=device)
+    angle = torch.rand(m, preset.head_dim // 2, device=device) * 6
     cos, sin = angle.cos(), angle.sin()
     queries, g_head = preset.heads * preset.head_dim, new(preset.head_dim)
     turning = (preset.heads + preset.kv_heads) * preset.head_dim
@@ -119,6 +119,8 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Proble
         Problem("rstd_swiglu_preactivation", "gate-up", "tn", lambda: ops.rstd_glu(x, rstd, w, None, "silu", True), gate_up, swiglu, (x, g, w)),
         Problem("rstd_swiglu", "gate-up", "tn", lambda: ops.rstd_glu(x, rstd, w, None, "silu", False), gate_up, swiglu, (x, g, w)),
         Problem("rstd_geglu", "gate-up", "tn", lambda: ops.rstd_glu(x, rstd, w, None, "gelu_tanh", False), gate_up),
+        Problem("rstd_geglu_preactivation", "gate-up", "tn", lambda: ops.rstd_glu(x, rstd, w, None, "gelu_tanh", True), gate_up),
+        Problem("rstd_act", "up", "tn", lambda: ops.rstd_act(x, rstd, w[:f], None, "gelu_tanh", True), lambda: torch.mm(x, w[:f].t(), out=narrow)),
         Problem("rstd_rope", "qkv", "tn", lambda: ops.rstd_rope(x, rstd, w_qkv, None, cos, sin, None, m, preset.head_dim, turning, False),
                 lambda: torch.mm(x, w_qkv.t(), out=qkv), rope, (x, g, w_qkv, cos, sin)),
         Problem("rstd_rope_adjacent", "qkv", "tn", lambda: ops.rstd_rope(x, rstd, w_qkv, None, cos, sin, None, m, preset.head_dim, turning, True),
@@ -135,6 +137,9 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[Proble
                 lambda a, w, x: x + F.linear(a, w), (y, w_down, res)),
         Problem("dswiglu", "down-proj dgrad", "nn", lambda: ops.dglu(x, w_down, z, rstd, "silu", d, True), lambda: torch.mm(x, w_down, out=narrow),
                 dswiglu, (x, w_down, z)),
+        Problem("dgeglu", "down-proj dgrad", "nn", lambda: ops.dglu(x, w_down, z, rstd, "gelu_tanh", d, True), lambda: torch.mm(x, w_down, out=narrow)),
+        Problem("dact", "down-proj dgrad", "nn", lambda: ops.dact(x, w_down, y, rstd, None, "gelu_tanh", d, True),
+                lambda: torch.mm(x, w_down, out=narrow)),
         Problem("norm_backward", "gate-up dgrad", "nn", lambda: ops.norm_backward(z, w, None, x, g, correction, res, True, True),
                 lambda: torch.mm(z, w, out=one), norm_backward, (z, w, x, g, correction, res)),
         Problem("norm_backward", "qkv dgrad", "nn", lambda: ops.norm_backward(dz_qkv, w_qkv, None, x, g, correction, res, True, True),
@@ -234,6 +239,8 @@ def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> 
     keys: list[str | None] = [None]
     if args.all_kernels or problem.program == "plain":
         keys = [k["key"] for k in _C.kernels() if (k["program"], k["layout"], k["dtype"]) == (problem.program, problem.layout, args.dtype)]
+    if problem.program in ("rstd_rope", "rstd_qknorm_rope"):
+        keys = [key for key in keys if key is None or key.endswith(f"_r{PRESETS[preset].head_dim}")]  # the others are for other heads
     schedules = [(s, r) for s in (1, 2, 4, 8) for r in (1, 2)] if args.schedules else [(0, 0)]
     settings = [(key, *schedule) for key in keys for schedule in schedules]
     times: dict[Any, list[float]] = {setting: [] for setting in settings}
