@@ -363,7 +363,7 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
         if sums is not None:
             sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], here, loss_weight[s], None, None, options))
         del logits  # before the next are made
-    losses.masked_fill_(~counted, 0)
+    losses = losses.masked_fill(~counted, 0)  # not in place: Dynamo loses the gradient of an output that was (torch 2.11)
     loss = losses
     if options.reduction != "none":
         loss = losses.sum() if options.reduction == "sum" else losses.sum() / counted.sum()

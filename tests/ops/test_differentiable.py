@@ -247,6 +247,8 @@ def test_autocast(device, name, dtype):
         "cross_entropy",
         "cross_entropy-mean",
         "cross_entropy-kept",
+        "cross_entropy-none-kept",
+        "cross_entropy-lse",
     ],
 )
 def test_compile_fullgraph(device, name):
