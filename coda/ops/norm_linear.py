@@ -280,6 +280,15 @@ def _forward(h, rstd, w, w_up, bias, act, gated, save):
     return torch.ops.coda.rstd_act(h, rstd, w, bias, act, save)
 
 
+def _pass_through(ctx: Any, x: Tensor) -> Tensor:
+    """The x that an autograd function returns; gradients that do not come stay None."""
+    ctx.set_materialize_grads(False)
+    passed = x.view_as(x)
+    if not ctx.needs_input_grad[0]:
+        ctx.mark_non_differentiable(passed)
+    return passed
+
+
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, h, rstd, norm_weight, w, w_up, bias, act, gated):
@@ -287,10 +296,7 @@ class _NormLinear(torch.autograd.Function):
         plain = act == "identity" and not gated
         ctx.save_for_backward(x, rstd, norm_weight, w, w_up, bias, y if plain else z)
         ctx.act, ctx.gated, ctx.plain = act, gated, plain
-        ctx.set_materialize_grads(False)
-        passed = x.view_as(x)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(passed)
+        passed = _pass_through(ctx, x)
         return passed, y
 
     @staticmethod
@@ -329,10 +335,7 @@ class _LayerLinear(torch.autograd.Function):
         y, z, u, v = torch.ops.coda.layer_act(x if h is None else h, rstd, mean, w, bias, norm_weight, norm_bias, act, True)
         ctx.save_for_backward(x, rstd, mean, norm_weight, norm_bias, w, bias, y if act == "identity" else z, u, v)
         ctx.act = act
-        ctx.set_materialize_grads(False)
-        passed = x.view_as(x)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(passed)
+        passed = _pass_through(ctx, x)
         return passed, y
 
     @staticmethod
@@ -368,10 +371,7 @@ class _NormRope(torch.autograd.Function):
         cos, sin, positions, *ctx.numbers = rope
         ctx.save_for_backward(x, rstd, norm_weight, bias, q_norm, k_norm, product, qkv, cos, sin, positions, *parts)
         ctx.norm_numbers, ctx.heads, ctx.shape, ctx.split = norm_numbers, heads, shape, split
-        ctx.set_materialize_grads(False)
-        passed = x.view_as(x)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(passed)
+        passed = _pass_through(ctx, x)
         return passed, *(split_heads(qkv, heads, rope[4], shape) if split else (qkv,))
 
     @staticmethod

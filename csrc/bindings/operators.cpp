@@ -254,15 +254,19 @@ std::tuple<Tensor, Tensor, Tensor> dglu_op(Tensor const& dy, OptionalTensor cons
   return {r.dz, empty_like_missing(r.value, dy), r.correction};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> dact_op(Tensor const& dy, OptionalTensor const& w_down, Tensor const& preactivation,
-                                                   OptionalTensor const& rstd, OptionalTensor const& bias, std::string const& activation,
-                                                   std::int64_t width, bool want_value) {
+void check_act_gradient(Tensor const& dy, OptionalTensor const& w_down, Tensor const& preactivation) {
   check_floating("dy", dy);
   check_dim("dy", dy, 2, "tokens, width");
   check_like("preactivation", preactivation, "dy", dy);
   check_dim("preactivation", preactivation, 2, "tokens, width");
   TORCH_CHECK_VALUE(preactivation.size(0) == dy.size(0), "preactivation has shape ", shape_string(preactivation), ", expected as many rows as dy");
   check_down(dy, w_down, preactivation.size(1));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dact_op(Tensor const& dy, OptionalTensor const& w_down, Tensor const& preactivation,
+                                                   OptionalTensor const& rstd, OptionalTensor const& bias, std::string const& activation,
+                                                   std::int64_t width, bool want_value) {
+  check_act_gradient(dy, w_down, preactivation);
   check_rstd(rstd, dy, "dy");
   check_vector("bias", bias, "dy", dy, preactivation.size(1), "one value a column");
   ActivationKind const kind = activation_kind(activation);
@@ -274,12 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dact_op(Tensor const& dy, OptionalTen
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dact_layer_op(Tensor const& dy, OptionalTensor const& w_down, Tensor const& preactivation,
                                                                  Tensor const& rstd, Tensor const& u, Tensor const& v, std::string const& activation,
                                                                  std::int64_t width, bool want_value, bool want_dbias) {
-  check_floating("dy", dy);
-  check_dim("dy", dy, 2, "tokens, width");
-  check_like("preactivation", preactivation, "dy", dy);
-  check_dim("preactivation", preactivation, 2, "tokens, width");
-  TORCH_CHECK_VALUE(preactivation.size(0) == dy.size(0), "preactivation has shape ", shape_string(preactivation), ", expected as many rows as dy");
-  check_down(dy, w_down, preactivation.size(1));
+  check_act_gradient(dy, w_down, preactivation);
   check_rstd(rstd, dy, "dy");
   for (auto const& [name, t] : {std::pair<char const*, Tensor const&>{"u", u}, {"v", v}}) {
     TORCH_CHECK_VALUE(t.device() == dy.device(), name, " is on ", t.device(), ", expected ", dy.device(), " as dy");

@@ -36,8 +36,7 @@ template <class Program>
 LaunchStatus launch(DType dtype, GemmArguments const& g) {
   auto const run = [&](auto t) {
     pointwise_kernel<Program, decltype(t)><<<unsigned(ceil_div(g.m, host::kGroupRows)), kThreads, 0, static_cast<cudaStream_t>(g.stream)>>>(g);
-    cudaError_t const e = cudaGetLastError();
-    return e == cudaSuccess ? LaunchStatus{} : LaunchStatus{"pointwise", cudaGetErrorString(e)};
+    return launched("pointwise");
   };
   switch (dtype) {
     case DType::kBf16: return run(__nv_bfloat16());

@@ -229,11 +229,6 @@ LaunchStatus with_types(DType dtype, DType weight, bool vector, F f) {
   }
 }
 
-LaunchStatus launched(char const* kernel) {
-  cudaError_t const e = cudaGetLastError();
-  return e == cudaSuccess ? LaunchStatus{} : LaunchStatus{kernel, cudaGetErrorString(e)};
-}
-
 bool is_aligned(void const* p) { return reinterpret_cast<std::uintptr_t>(p) % kBaseAlignment == 0; }
 
 }  // namespace

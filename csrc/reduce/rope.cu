@@ -38,12 +38,6 @@ __device__ void elements(void const* p, bool wide, std::int64_t i, float (&out)[
   }
 }
 
-__device__ float warp_sum(float sum) {
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-  return sum;
-}
-
 // What a row takes some divisions to find out.
 struct RowFacts {
   std::int64_t cos, sin;         // where its rows of the tables begin
@@ -365,14 +359,6 @@ __global__ void __launch_bounds__(kHeadThreads) qk_norm_backward_kernel(Rope p) 
   block.finish_row(p, dots[0], kHeadWarps);
 }
 
-// The sum over groups of kLanes neighbouring lanes, in each of them.
-template <int kLanes>
-__device__ float group_sum(float sum) {
-#pragma unroll
-  for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-  return sum;
-}
-
 // No bias, 16-byte vectors. An item is a head of a row; all lanes of a warp take part to the end, for the sums over groups.
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kHeadThreads) qk_norm_backward_whole_heads_kernel(Rope p) {
@@ -466,10 +452,6 @@ LaunchStatus launch_qk_norm(Rope const& p, cudaStream_t stream) {
     }
     return ok;
   };
-  auto const launched = [] {
-    cudaError_t const e = cudaGetLastError();
-    return e == cudaSuccess ? LaunchStatus{} : LaunchStatus{"qk_norm_rope", cudaGetErrorString(e)};
-  };
   auto const run = [&](auto width, auto interleaved) {
     constexpr int kVector = decltype(width)::value;
     constexpr bool kInterleaved = decltype(interleaved)::value;
@@ -480,14 +462,14 @@ LaunchStatus launch_qk_norm(Rope const& p, cudaStream_t stream) {
             <<<unsigned(ceil_div(p.m, kHeadRows)), kHeadThreads, p.n / head_dim * kHeadRows * sizeof(float), stream>>>(p);
       };
       bool const halves = !p.interleaved && head_dim == p.rotation.rotary_dim && p.bias == nullptr && fits(8) && p.n / head_dim <= 256;
-      if (halves && head_dim == 64) return whole_heads(std::integral_constant<int, 4>()), launched();
-      if (halves && head_dim == 128) return whole_heads(std::integral_constant<int, 8>()), launched();
-      if (halves && head_dim == 256) return whole_heads(std::integral_constant<int, 16>()), launched();
+      if (halves && head_dim == 64) return whole_heads(std::integral_constant<int, 4>()), launched("qk_norm_rope");
+      if (halves && head_dim == 128) return whole_heads(std::integral_constant<int, 8>()), launched("qk_norm_rope");
+      if (halves && head_dim == 256) return whole_heads(std::integral_constant<int, 16>()), launched("qk_norm_rope");
       qk_norm_backward_kernel<T, kVector, kInterleaved><<<unsigned(ceil_div(p.m, kHeadRows)), kHeadThreads, shared, stream>>>(p);
     } else {
       qk_norm_kernel<T, kVector, kInterleaved><<<unsigned(ceil_div(p.m * (p.n / head_dim), kHeadWarps)), kHeadThreads, 0, stream>>>(p);
     }
-    return launched();
+    return launched("qk_norm_rope");
   };
   auto const with = [&](auto width) { return p.interleaved ? run(width, std::true_type()) : run(width, std::false_type()); };
   return fits(4) ? with(std::integral_constant<int, 4>()) : with(std::integral_constant<int, 1>());
@@ -518,8 +500,7 @@ LaunchStatus launch(Rope const& p, void* stream) {
     constexpr int kRows = decltype(rows)::value;
     rope_kernel<T, decltype(width)::value, decltype(interleaved)::value, kBackward, kRows>
         <<<unsigned(ceil_div(p.m, kRows)), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-    cudaError_t const e = cudaGetLastError();
-    return e == cudaSuccess ? LaunchStatus{} : LaunchStatus{"rope", cudaGetErrorString(e)};
+    return launched("rope");
   };
   auto const run = [&](auto width, auto interleaved) {
     if constexpr (kBackward)

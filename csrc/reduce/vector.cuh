@@ -1,6 +1,10 @@
 // Small pieces that the row kernels share.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include "coda/params.h"
+
 namespace coda::reduce {
 
 template <class T, int kCount>
@@ -45,11 +49,19 @@ __device__ void store_vector(T* p, float const (&in)[kCount]) {
   }
 }
 
+// The sum over groups of kLanes neighbouring lanes, in each of them.
+template <int kLanes>
+__device__ float group_sum(float sum) {
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+  return sum;
+}
+__device__ inline float warp_sum(float sum) { return group_sum<32>(sum); }
+
 // The sum over a block, in thread 0: a butterfly over each warp, then the warps in turn.
 template <int kThreads>
 __device__ float block_sum(float sum) {
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+  sum = warp_sum(sum);
   __shared__ float warps[kThreads / 32];
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
   __syncthreads();
@@ -57,6 +69,12 @@ __device__ float block_sum(float sum) {
     for (int w = 1; w < kThreads / 32; ++w) sum += warps[w];
   __syncthreads();  // before the next call writes `warps`
   return sum;
+}
+
+// What became of the launch just made.
+inline LaunchStatus launched(char const* kernel) {
+  cudaError_t const e = cudaGetLastError();
+  return e == cudaSuccess ? LaunchStatus{} : LaunchStatus{kernel, cudaGetErrorString(e)};
 }
 
 }  // namespace coda::reduce
