@@ -89,7 +89,7 @@ at::Tensor gemm(GemmCall const& call) {
 }
 
 void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b) {
-  note(a.is_cpu() ? "cpu" : "sm90", a.is_cpu() ? "" : "library");
+  if (!use_eager(a)) note(a.is_cpu() ? "cpu" : "sm90", a.is_cpu() ? "" : "library");
   if (a.numel() == 0 || b.numel() == 0) return;
   if (a.is_cpu() || a.scalar_type() == at::kDouble || a.scalar_type() == at::kFloat) {
     out.add_(at::mm(a.to(statistics_type(a)), b.to(statistics_type(a))));
@@ -205,7 +205,7 @@ RopeResult rstd_qknorm_rope(at::Tensor const& h, OptionalTensor const& rstd, at:
   if (!in_epilogue) {
     at::Tensor const z = rstd_act(h, rstd, w, bias, ActivationKind::kIdentity, false).value;
     at::Tensor const y = h.is_cpu() ? eager::rstd_qknorm_rope(z, std::nullopt, {}, std::nullopt, rope, norm, false).value : cuda::qknorm_rope(z, rope, norm);
-    return {y, store_product ? z.narrow(1, 0, rope.columns) : at::Tensor()};
+    return {y, store_product ? z.narrow(1, 0, rope.columns).contiguous() : at::Tensor()};
   }
   RopeResult result{empty_rows(h, w.size(0)), store_product ? empty_rows(h, rope.columns) : at::Tensor()};
   Launch launch{"rstd_qknorm_rope", h, w, {}, {rstd, bias, {norm.q, norm.k}, norm.eps, rope.cos, rope.sin}, {result.value, result.product}};

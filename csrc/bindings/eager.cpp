@@ -155,7 +155,7 @@ RopeResult rstd_qknorm_rope(at::Tensor const& h, OptionalTensor const& rstd, at:
   NormedHeads const heads = normed_heads(z, rope, norm);
   at::Tensor const rest = z.narrow(1, rope.columns, z.size(1) - rope.columns).to(heads.n.scalar_type());
   at::Tensor const y = at::cat({(heads.n * heads.gamma).reshape({z.size(0), rope.columns}), rest}, 1);
-  return {turned(y, rope, 1).to(z.scalar_type()), store_product ? z.narrow(1, 0, rope.columns) : at::Tensor()};
+  return {turned(y, rope, 1).to(z.scalar_type()), store_product ? z.narrow(1, 0, rope.columns).contiguous() : at::Tensor()};
 }
 
 QkNormGradient qknorm_rope_backward(at::Tensor const& dq, at::Tensor const& dk, at::Tensor const& dv, at::Tensor const& z, at::Tensor const& y,

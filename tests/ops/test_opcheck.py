@@ -42,7 +42,8 @@ def calls(dtype, device):
         "rstd_act": [(x, rstd, w, bias, "gelu", True), (x, None, w, None, "identity", True), (x, rstd, w, None, "relu", False)],
         "rstd_glu": [(x, rstd, gate_up, None, "silu", True), (x, None, *pair, "gelu", False)],
         "rstd_rope": [(x, rstd, w, bias, *rope), (x, None, w, None, *by_row)],
-        "rstd_qknorm_rope": [(x, rstd, w, bias, *head_norms, *rope, True), (x, None, w, None, *head_norms, *by_row, False)],
+        "rstd_qknorm_rope": [(x, rstd, w, bias, *head_norms, *rope, True), (x, None, w, None, *head_norms, *by_row, True),
+                             (x, None, w, None, *head_norms, *by_row, False)],
         "qknorm_rope_backward": [
             (*heads, res[:, : 3 * HEAD].contiguous(), res, rstd, bias, *head_norms, *rope, D),
             (*heads, res[:, : 3 * HEAD], res, None, None, *head_norms, *by_row, D),
