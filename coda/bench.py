@@ -4,12 +4,17 @@
     python -m coda.bench --presets 70b --programs dswiglu       some of them
     python -m coda.bench --whole --out FILE                     MLP and block, forward and backward
     python -m coda.bench --all-kernels --schedules              every kernel and scheduler setting, for tuning
+    python -m coda.bench --sustained --rep 300                  launches back to back, without pauses
 
 Each program runs in turn with the bare GEMM of the same operands (torch.mm), the eager sequence that it replaces, and torch.compile of that
 sequence. What counts is the ratio to torch.mm: the median over the rounds of (candidate / torch.mm of the same round). Inputs are normal random
 numbers. The card's power limit sets the speed of all of them, and what ran just before decides how much of the budget is left: so every burst is
 warmed up by its own kernel, and each round has a random order of its own. With a fixed order each candidate would keep its predecessor for ever,
 which shifts ratios by 5 %.
+
+Between two launches the second-level cache is cleared, a pause in which the card saves power that the launch then has. A training step has no such
+pauses: with --sustained launches follow each other, at the lower clock that the card can hold, where a kernel's energy decides. Ratios to
+torch.mm are then up to 0.1 larger for short products, and kernels may change places.
 """
 from __future__ import annotations
 
@@ -222,10 +227,23 @@ def whole(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[tuple[str
     return rows
 
 
-def milliseconds(f: Callable[[], Any], rep: int) -> float:
+def milliseconds(f: Callable[[], Any], rep: int, sustained: bool = False) -> float:
+    """Of one call, from a burst of `rep` milliseconds: the median of calls with pauses, or the mean of calls back to back."""
     from triton.testing import do_bench
 
-    return do_bench(f, warmup=15, rep=rep, return_mode="median")
+    if not sustained:
+        return do_bench(f, warmup=15, rep=rep, return_mode="median")
+    one = do_bench(f, warmup=1, rep=1)
+    calls = max(3, int(rep / one))
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(calls // 3):
+        f()
+    begin.record()
+    for _ in range(calls):
+        f()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
 
 
 def in_random_turns(candidates: list[Callable[[], None]], rounds: int, seed: int = 0) -> None:
@@ -256,12 +274,12 @@ def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> 
         key, swizzle, raster = setting
         with force_kernel(key) if key else contextlib.nullcontext():
             _C.force_schedule(swizzle, raster)
-            times[setting].append(milliseconds(problem.ours, args.rep))
+            times[setting].append(milliseconds(problem.ours, args.rep, args.sustained))
             backends[setting] = coda.backend_of_last_call()
             _C.force_schedule(0, 0)
 
     turns = [lambda s=s: ours(s) for s in settings]
-    turns += [lambda n=n, f=f: times[n].append(milliseconds(f, args.rep)) for n, f in {"torch.mm": problem.bare, **others}.items()]
+    turns += [lambda n=n, f=f: times[n].append(milliseconds(f, args.rep, args.sustained)) for n, f in {"torch.mm": problem.bare, **others}.items()]
     with torch.no_grad():
         in_random_turns(turns, args.rounds)
     mm = times["torch.mm"]
@@ -282,7 +300,7 @@ def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> 
 
 def measure_whole(name: str, what: str, candidates: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict:
     times: dict[str, list[float]] = {n: [] for n in candidates}
-    in_random_turns([lambda n=n, f=f: times[n].append(milliseconds(f, args.rep)) for n, f in candidates.items()], args.rounds)
+    in_random_turns([lambda n=n, f=f: times[n].append(milliseconds(f, args.rep, args.sustained)) for n, f in candidates.items()], args.rounds)
     medians = {n: statistics.median(t) for n, t in times.items()}
     print(f"{name:4s}{what:28s}" + "  ".join(f"{n} {t:.4f} ms" for n, t in medians.items()), flush=True)
     return {"preset": name, "what": what, **{f"{n}_ms": t for n, t in medians.items()}}
@@ -308,6 +326,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rep", type=int, default=25, help="milliseconds a burst")
     parser.add_argument("--whole", action="store_true", help="MLP and block instead of single programs")
+    parser.add_argument("--sustained", action="store_true", help="launches back to back")
     parser.add_argument("--all-kernels", action="store_true")
     parser.add_argument("--schedules", action="store_true", help="also every swizzle and raster order")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results")

@@ -98,12 +98,20 @@ KernelInfo const {self.key} = sm90::describe<Gemm, {self.cpp}, TileConfig>(
 PINGPONG_192 = Config((128, 192, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2)
 # Tile loads and a second tile store do not fit beside 192 accumulators, they spill: residual_sqsum with 128x192 takes 1.2 to 1.8.
 #   residual_sqsum, out-projection (1.04 to 1.09, 0.97 to 1.04), down-projection (1.03 to 1.07, 1.01 to 1.04); cluster 1x1 the same to noise
-#   norm_backward, gate-up (1.04 to 1.08, 1.03 to 1.07); cooperative 128x256 with a subtile of 16 (1.12, 1.03), of 32 two mainloop stages fewer (1.6, 1.4)
+#   norm_backward, gate-up (1.04 to 1.08, 1.03 to 1.07); clusters 4x1 and 2x2 take 2 to 5 % longer
 PINGPONG_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=4, stages_store=2, rate=0.97)
 # For gated units the two are so close that the waves should decide.
 PINGPONG_128_LIGHT = dataclasses.replace(PINGPONG_128, rate=0.9935)
 # One output tensor and a short epilogue: the largest tile wins on large products. Residual: (1.050, 1.007), 128x128 (1.001, 1.028).
 COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, stages_load=4, stages_store=2, raster="m")
+# The same with tile loads, for long products. Launched back to back, as in training, the card has less power than in measurements with pauses, and what counts
+# is the energy of the mainloop: it reads a third less from the second-level cache than 128x128 and half from memory, where blocks that drift apart
+# along K read again what others have read. Against 128x128 then, with torch.mm at 1:
+#   norm_backward, gate-up: 1b (1.06 to 1.09 against 1.08 to 1.14), 8b (1.03 against 1.05 to 1.12); qkv, where K is 3072 and 6144, (1.31 against 1.18) and (1.15 against 1.09)
+#   residual_sqsum, down-projection: 1b (1.08 against 1.07 to 1.13), 8b (1.03 to 1.06 against 1.05 to 1.10)
+# Also tried, no better: 64x256 pingpong, 256x128 and 128x192 cooperative, a subtile of 32 with one of stores. Blocks that wait for the slowest halve
+# norm_backward's reads from memory once more, 8.7 GB to 4.5 GB at 8b, and save 1 % of its time (bench/results/tuning.json).
+COOPERATIVE_256_LOADS = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=16, stages_load=2, stages_store=2, raster="m", min_k=12288, tag="e16")
 # Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product): (1.09 to 1.13, 1.04 to 1.08). At 1b the epilogue is as long as the
 # products. One subtile of loads in flight instead of two makes room for a sixth mainloop stage: (1.17, 1.01), so it is for long products.
 # Also tried, no better: one of stores (1.23, 1.05); a cluster of two; four subtiles of loads in flight, or all asked into the second-level cache
@@ -116,9 +124,6 @@ DSWIGLU_128_DEEP = dataclasses.replace(DSWIGLU_128, stages_load=1, rate=1.0, min
 ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
 ROPE_64 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=64, stages_store=2, tag="r64")
 ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_store=2, tag="r128")
-# Its operand from the left is the wide one (twice the feed-forward width), so tiles of one column follow each other: (1.019, 1.019) for gate-up
-# against (1.042, 1.049) the other way (bench/results/tuning.json).
-NORM_BACKWARD_128 = dataclasses.replace(PINGPONG_128, raster="m")
 
 
 def manifest() -> list[Kernel]:
@@ -148,8 +153,8 @@ def manifest() -> list[Kernel]:
     add("dact_layer", "DActLayer", activation, ("nn",), (PINGPONG_128,))
     norm = "programs/norm.hpp"
     add("rstd", "RstdLinear", norm, ("tn",), (PINGPONG_192, PINGPONG_128))
-    add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128,))
-    add("norm_backward", "NormBackward", norm, ("nn",), (NORM_BACKWARD_128,))
+    add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128, COOPERATIVE_256_LOADS))
+    add("norm_backward", "NormBackward", norm, ("nn",), (PINGPONG_128, COOPERATIVE_256_LOADS))
     add("residual_moments", "ResidualMoments", norm, ("tn",), (PINGPONG_128,))
     add("layer_norm_backward", "LayerNormBackward", norm, ("nn",), (PINGPONG_128,))
     rope = "programs/rope.hpp"
