@@ -184,8 +184,9 @@ class Problem {
   struct Partials {
     std::size_t sink;
     bool of_rows;
-    std::int64_t lines, ld;
+    std::int64_t lines, ld, planes;
     Buffer buffer;
+    std::int64_t plane() const { return std::int64_t(buffer.bytes() / sizeof(float)) / planes; }  // from one plane to the next
   };
 
   // The operands of one call, and the memory behind them.
@@ -197,12 +198,17 @@ class Problem {
     Tensor a, b, library_d;
     std::vector<Tensor> loads, sinks;  // no more than slots: some have no memory, or share it
     std::vector<Partials> partials;    // as large as the kernel in use needs
+    Buffer targets, references;        // int64 [m]; of kExponentials, fp32 [m, groups]
 
     Set(Problem const& p, std::size_t number, int sm_count) : c(p.case_), program(p.program_), type(p.type_), g(shape_of(c)) {
       g.sm_count = sm_count;
       std::uint64_t seed = mix(mix(c.seed) + number);
       a = random(c.m * c.k, type, seed++, 0, 1);
       b = random(g.n * c.k, type, seed++, 0, 1 / std::sqrt(double(c.k)));
+      targets = Buffer(std::size_t(c.m) * sizeof(std::int64_t));
+      std::vector<std::int64_t> columns(static_cast<std::size_t>(c.m));
+      for (std::int64_t m = 0; m < c.m; ++m) columns[std::size_t(m)] = target_of(m);
+      check(cudaMemcpy(targets.data(), columns.data(), targets.bytes(), cudaMemcpyHostToDevice), "copying targets to the device");
       g.a.data = a.buffer.data();
       g.b.data = b.buffer.data();
       for (std::size_t i = 0; i < program.loads.size(); ++i) {
@@ -210,6 +216,7 @@ class Problem {
         g.loads[i] = i > 0 && slot.shape == Shape::kSecondHalf ? second_half(g.loads[i - 1]) : bind(slot, loads);
         switch (slot.shape) {
           case Shape::kScalar:
+          case Shape::kTarget:
           case Shape::kSecondHalf: break;
           case Shape::kCosine:
           case Shape::kSine: fill_table(loads.back().buffer, mix(mix(c.seed) + number), slot.shape == Shape::kSine); break;
@@ -269,6 +276,19 @@ class Problem {
           r.second = static_cast<float const*>(r.data) + g.rotation.head_dim;
           return r;
         }
+        case Shape::kTarget: {
+          Resource r;
+          r.data = targets.data();
+          return r;
+        }
+        case Shape::kSelected: {
+          Resource r = make(2, c.m, Type::kFp32);
+          r.pair_stride = c.m, r.second = targets.data(), r.columns = g.n;
+          return r;
+        }
+        case Shape::kSoftmax: return make(4, c.m, Type::kFp32);
+        case Shape::kExponentials: return make(c.m, g.n, Type::kFp16);
+        case Shape::kSum: return make(c.m, g.n, Type::kFp32);
         case Shape::kSecondHalf: break;
       }
       throw Error(Error::kFailed, std::string("the slot ") + slot.name + " of " + program.name + " follows no first half");
@@ -277,6 +297,8 @@ class Problem {
       first.data = static_cast<char*>(first.data) + c.n * std::int64_t(size_of(type));
       return first;
     }
+
+    std::int64_t target_of(std::int64_t row) const { return std::int64_t(mix(mix(c.seed + 1) ^ std::uint64_t(row)) % std::uint64_t(g.n)); }
 
     std::size_t bytes() const {
       std::size_t sum = a.buffer.bytes() + b.buffer.bytes();
@@ -292,13 +314,20 @@ class Problem {
       partials.clear();
       for (std::size_t i = 0; i < program.sinks.size(); ++i) {
         Shape const shape = program.sinks[i].shape;
-        if (shape != Shape::kRowPartial && shape != Shape::kColPartial) continue;
-        bool const of_rows = shape == Shape::kRowPartial;
+        if (shape != Shape::kRowPartial && shape != Shape::kColPartial && shape != Shape::kSoftmax) continue;
+        bool const of_rows = shape != Shape::kColPartial;
+        std::int64_t const planes = shape == Shape::kSoftmax ? 5 : 1;
         std::int64_t const each = of_rows ? 1 : kernel.tile_m / kernel.partial_rows;  // lines a tile
         std::int64_t const lines = each * (of_rows ? ceil_div(g.n, kernel.tile_n) : ceil_div(c.m, kernel.tile_m)), ld = of_rows ? c.m : g.n;
-        partials.push_back({i, of_rows, lines, ld, tensor((lines + kBeyond * each) * ld, Type::kFp32).buffer});
+        partials.push_back({i, of_rows, lines, ld, planes, tensor(planes * (lines + kBeyond * each) * ld, Type::kFp32).buffer});
         g.sinks[i].data = partials.back().buffer.data();
         g.sinks[i].ld = ld;
+        if (shape != Shape::kSoftmax) continue;
+        g.sinks[i].pair_stride = partials.back().plane();
+        g.sinks[i].value = double(planes), g.sinks[i].columns = g.n;
+        if (i + 1 == program.sinks.size() || program.sinks[i + 1].shape != Shape::kExponentials) continue;
+        references = Buffer(std::size_t(c.m * ceil_div(g.n, kSoftmaxGroup)) * sizeof(float));
+        g.sinks[i].second = references.data();
       }
     }
 
@@ -307,7 +336,11 @@ class Problem {
       check(kernel.launch(g), kernel.key);
       for (Partials const& p : partials) {
         auto const* values = static_cast<float const*>(p.buffer.data());
-        if (p.of_rows) {
+        if (p.planes > 1) {
+          float* const out = sums(p.sink);
+          check(reduce::finish_softmax({values, p.plane(), p.ld, p.planes, p.lines, c.m, out, out + c.m, out + 2 * c.m, out + 3 * c.m}, g.stream),
+                "finish_softmax");
+        } else if (p.of_rows) {
           // Without rstd and with a width of 1, the norm's factor is the sum itself.
           check(reduce::finish_rows({reduce::RowFinish::kCorrection, values, p.ld, p.lines, c.m, nullptr, 1, 0, sums(p.sink)}, g.stream),
                 "finish_rows");
@@ -321,9 +354,11 @@ class Problem {
     std::size_t overrun() const {
       std::size_t count = 0;
       for (Partials const& p : partials) {
-        std::int64_t const used = p.lines * p.ld, all = std::int64_t(p.buffer.bytes() / sizeof(float));
-        std::vector<double> const beyond = read(static_cast<float const*>(p.buffer.data()) + used, all - used, Type::kFp32);
-        count += std::size_t(std::count_if(beyond.begin(), beyond.end(), [](double value) { return !std::isnan(value); }));
+        std::int64_t const used = p.lines * p.ld;
+        for (std::int64_t i = 0; i < p.planes; ++i) {
+          std::vector<double> const beyond = read(static_cast<float const*>(p.buffer.data()) + i * p.plane() + used, p.plane() - used, Type::kFp32);
+          count += std::size_t(std::count_if(beyond.begin(), beyond.end(), [](double value) { return !std::isnan(value); }));
+        }
       }
       return count;
     }
@@ -338,6 +373,8 @@ class Problem {
 
     void poison() const {
       for (Tensor const& t : sinks) t.buffer.poison();
+      for (std::size_t i = 0; i < program.sinks.size(); ++i)
+        if (program.sinks[i].shape == Shape::kSum) check(cudaMemset(sink(i).buffer.data(), 0, sink(i).buffer.bytes()), "clearing a sum");
       for (Partials const& p : partials) p.buffer.poison();
     }
 
@@ -353,6 +390,11 @@ class Problem {
         case Shape::kPerColumn:
         case Shape::kPerColumnFp32: return stored(r, 0, g.n);
         case Shape::kPerRow: return stored(r, row, 1);
+        case Shape::kTarget: {
+          std::vector<double> all(static_cast<std::size_t>(g.n));
+          all[std::size_t(target_of(row))] = 1;
+          return all;
+        }
         case Shape::kTile: return stored(r, row * r.ld, g.n);
         case Shape::kPerHeadColumn: {
           std::vector<double> const both = stored(r, 0, 2 * r.ld);
@@ -380,6 +422,11 @@ class Problem {
         case Shape::kPerColumn:
         case Shape::kPerColumnFp32: return stored(r, column, 1);
         case Shape::kPerRow: return stored(r, 0, c.m);
+        case Shape::kTarget: {
+          std::vector<double> all;
+          for (std::int64_t m = 0; m < c.m; ++m) all.push_back(target_of(m) == column);
+          return all;
+        }
         default: return stored(r, column, c.m, r.ld);
       }
     }
@@ -388,10 +435,29 @@ class Problem {
     std::vector<double> results(std::size_t index, std::vector<std::int64_t> const& rows, std::vector<std::int64_t> const& columns) const {
       Slot const& slot = program.sinks[index];
       bool const partial = slot.shape == Shape::kRowPartial || slot.shape == Shape::kColPartial;
+      if (slot.shape == Shape::kSelected || slot.shape == Shape::kSoftmax || slot.shape == Shape::kExponentials) return softmax_results(index, rows);
       std::vector<double> all;
       for (std::int64_t i : slot.shape == Shape::kColPartial ? columns : rows) {
         std::vector<double> const some = partial ? read(sums(index) + i, 1, Type::kFp32) : along_row(slot, g.sinks[index], i);
         all.insert(all.end(), some.begin(), some.end());
+      }
+      return all;
+    }
+
+    std::vector<double> softmax_results(std::size_t index, std::vector<std::int64_t> const& rows) const {
+      Shape const shape = program.sinks[index].shape;
+      std::vector<double> all;
+      for (std::int64_t row : rows) {
+        if (shape != Shape::kExponentials) {
+          for (int i = 0; i < (shape == Shape::kSoftmax ? 4 : 2); ++i) all.push_back(read(sums(index) + i * c.m + row, 1, Type::kFp32)[0]);
+          continue;
+        }
+        std::int64_t const groups = ceil_div(g.n, kSoftmaxGroup);
+        std::vector<double> const e = read(static_cast<std::uint16_t const*>(g.sinks[index].data) + row * g.n, g.n, Type::kFp16);
+        std::vector<double> const reference = read(static_cast<float const*>(references.data()) + row * groups, groups, Type::kFp32);
+        double const lse = read(sums(index - 1) + row, 1, Type::kFp32)[0];
+        for (std::size_t n = 0; n < e.size(); ++n)
+          all.push_back(e[n] * std::exp2(reference[n / kSoftmaxGroup] - kExponentialShift) * std::exp(-lse));
       }
       return all;
     }
@@ -431,6 +497,9 @@ class Problem {
       for (std::size_t i = 0; i < program_.loads.size(); ++i) inputs.push_back(set.along_row(program_.loads[i], g.loads[i], rows_[r]));
       for (Slot const& slot : program_.sinks)
         outputs.emplace_back(slot.shape == Shape::kRowPartial   ? std::size_t(1)
+                             : slot.shape == Shape::kSelected   ? std::size_t(2)
+                             : slot.shape == Shape::kSoftmax    ? std::size_t(4)
+                             : slot.shape == Shape::kExponentials ? std::size_t(calls)
                              : slot.shape == Shape::kColPartial ? std::size_t(0)
                                                                 : std::size_t(width(slot, program_) * calls));
       double acc[2], in[2 * kMaxResources + 1], out[2 * kMaxResources];
@@ -451,6 +520,7 @@ class Problem {
         return std::make_pair(at, next);
       };
       double head_mean = 0;
+      std::vector<double> zs, qs;  // of a kSoftmax
       for (std::int64_t call = 0; call < calls; ++call) {
         std::int64_t const pairs = g.rotation.head_dim / 2;
         if (program_.term != nullptr && call % pairs == 0) {
@@ -470,6 +540,13 @@ class Problem {
           Slot const& slot = program_.sinks[i];
           if (slot.shape == Shape::kRowPartial) {
             outputs[i][0] += *value++;
+          } else if (slot.shape == Shape::kSelected) {
+            if (call == set.target_of(rows_[r])) outputs[i] = {value[0], value[1]};
+            value += 2;
+          } else if (slot.shape == Shape::kSoftmax) {
+            zs.push_back(*value++);
+            qs.push_back(*value++);
+          } else if (slot.shape == Shape::kExponentials) {
           } else if (slot.shape == Shape::kColPartial) {
             ++value;
           } else if (width(slot, program_) == 2) {
@@ -480,8 +557,23 @@ class Problem {
           }
         }
       }
+      for (std::size_t i = 0; i < outputs.size(); ++i) {
+        if (program_.sinks[i].shape == Shape::kSoftmax) outputs[i] = softmax_of(zs, qs);
+        if (program_.sinks[i].shape == Shape::kExponentials)
+          for (std::size_t n = 0; n < zs.size(); ++n) outputs[i][n] = std::exp(zs[n] - outputs[i - 1][0]);
+      }
       for (std::size_t i = 0; i < outputs.size(); ++i) expected_[i].insert(expected_[i].end(), outputs[i].begin(), outputs[i].end());
     }
+  }
+
+  static std::vector<double> softmax_of(std::vector<double> const& z, std::vector<double> const& q) {
+    double const top = *std::max_element(z.begin(), z.end());
+    double sum = 0, dot = 0, total = 0, total_q = 0;
+    for (std::size_t n = 0; n < z.size(); ++n) {
+      double const e = std::exp(z[n] - top);
+      sum += e, dot += e * q[n], total += z[n], total_q += q[n];
+    }
+    return {top + std::log(sum), dot / sum, total, total_q};
   }
 
   // The sums over all rows, for some columns. Such a program sees single columns.

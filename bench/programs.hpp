@@ -9,6 +9,7 @@
 
 #include "programs/activation.hpp"
 #include "programs/glu.hpp"
+#include "programs/loss.hpp"
 #include "programs/norm.hpp"
 #include "programs/plain.hpp"
 #include "programs/rope.hpp"
@@ -28,6 +29,11 @@ enum class Shape {
   kCosine,         // the tables of the rotation, fp32
   kSine,
   kPerHeadColumn,  // two vectors over the columns of a head, fp32, for the heads of queries and of keys; 1 in other heads
+  kTarget,        // a column for each row: 1 there, 0 elsewhere
+  kSelected,      // the two values that the program gives for that column
+  kSoftmax,       // of the two values z and q that it gives: lse(z), the mean of q with the weights exp(z), and the sums of both
+  kExponentials,  // of the slot before, fp16; compared as exp(z - lse)
+  kSum,           // fp32, as wide as the GEMM, to which the value is added
   kRowPartial,  // partial sums along a row; what counts is their total, one fp32 number a row
   kColPartial,  // partial sums along a column; likewise, one a column
 };
@@ -74,13 +80,20 @@ struct Program {
 // The values that `slot` takes or gives in one call.
 inline int width(Slot const& slot, Program const& program) {
   bool const own = slot.shape == Shape::kTile || slot.shape == Shape::kPerColumn || slot.shape == Shape::kPerColumnFp32 || slot.shape == Shape::kPerHeadColumn;
-  return own ? program.columns : 1;
+  if (slot.shape == Shape::kExponentials) return 0;
+  return own ? program.columns : slot.shape == Shape::kSelected || slot.shape == Shape::kSoftmax ? 2 : 1;
 }
 
 template <class P, std::size_t kLoads, std::size_t kSinks>
 Program row(char const* name, char const* layout, Slot const (&loads)[kLoads], Slot const (&sinks)[kSinks], Reference reference, Reference term = nullptr) {
   static_assert(kLoads == P::Loads::size && kSinks == P::Sinks::size, "a row must name every load and sink of its program, in order");
   return {name, layout, kPairingOf<P>, P::kColumns, {loads, loads + kLoads}, {sinks, sinks + kSinks}, reference, term};
+}
+
+template <class P, std::size_t kSinks>
+Program row(char const* name, char const* layout, Slot const (&sinks)[kSinks], Reference reference) {
+  static_assert(P::Loads::size == 0 && kSinks == P::Sinks::size, "a row must name every load and sink of its program, in order");
+  return {name, layout, kPairingOf<P>, P::kColumns, {}, {sinks, sinks + kSinks}, reference};
 }
 
 // An activation and its derivative.
@@ -127,6 +140,22 @@ inline void rope(double const* acc, double const* in, double* out, Rounding) {
   out[1] = a * sin + b * cos;
 }
 
+// rstd, bias, cap
+inline void lse_select(double const* acc, double const* in, double* out, Rounding) {
+  double const y = in[0] * acc[0], logit = y + in[1], t = std::tanh(logit / in[2]);
+  out[0] = out[2] = in[2] * t;
+  out[1] = out[3] = y * (1 - t * t);
+  out[4] = logit;
+}
+// also lse, by_softmax, by_all, by_target, and whether this is the target
+inline void dlogits(double const* acc, double const* in, double* out, Rounding) {
+  double const y = in[0] * acc[0], t = std::tanh((y + in[1]) / in[2]);
+  double const g = (in[4] * std::exp(in[2] * t - in[3]) - in[5] - in[6] * in[7]) * (1 - t * t);
+  out[0] = in[0] * g;
+  out[1] = g * y;
+  out[2] = g;
+}
+
 inline void qknorm_term(double const* acc, double const* in, double* out, Rounding stored) {
   double const a = stored(in[0] * acc[0] + in[1]), b = stored(in[0] * acc[1] + in[2]);
   out[0] = a * a + b * b;
@@ -149,6 +178,7 @@ inline std::vector<Program> const& programs() {
   Slot const gate{"gate", Shape::kFirstHalf}, up{"up", Shape::kSecondHalf}, cosine{"cos", Shape::kCosine}, sine{"sin", Shape::kSine};
   Slot const preactivation{"preactivation", Shape::kTile}, product{"product", Shape::kHalfTile};
   Slot const dgate{"dgate", Shape::kFirstHalf}, dup{"dup", Shape::kSecondHalf}, row_dot{"row_dot", Shape::kRowPartial};
+  Slot const cap{"cap", Shape::kScalar, 2.5}, picked{"picked", Shape::kSelected}, softmax{"softmax", Shape::kSoftmax};
   static std::vector<Program> const table = {
       row<Plain>("plain", "tn", {{"alpha", Shape::kScalar, 0.75}, bias}, {{"d", Shape::kTile}},
                  [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1]; }),
@@ -156,6 +186,16 @@ inline std::vector<Program> const& programs() {
       row<PlainResidual>("plain_residual", "tn",
                          {{"alpha", Shape::kScalar, 0.75}, bias, {"beta", Shape::kScalar, -1.25}, {"c", Shape::kTile}}, {{"d", Shape::kTile}},
                          [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1] + in[2] * in[3]; }),
+
+      row<Accumulate>("accumulate", "nt", {{"sum", Shape::kSum}}, [](double const* acc, double const*, double* out, Rounding) { out[0] = acc[0]; }),
+
+      row<LseSelect>("lse_select", "tn", {rstd, bias, cap}, {picked, softmax}, lse_select),
+      row<LseSelectLogits>("lse_select_logits", "tn", {rstd, bias, cap}, {picked, softmax, {"logits", Shape::kTile}}, lse_select),
+      row<LseSelectExponentials>("lse_select_exponentials", "tn", {rstd, bias, cap}, {picked, softmax, {"exponentials", Shape::kExponentials}}, lse_select),
+      row<DLogits>("dlogits", "tn",
+                   {rstd, bias, cap, {"lse", Shape::kPerRow, 6, 0.1}, {"by_softmax", Shape::kPerRow, 1, 0.1}, {"by_all", Shape::kPerRow, 0.1, 0.01},
+                    {"by_target", Shape::kPerRow, 1, 0.1}, {"target", Shape::kTarget}},
+                   {{"dz", Shape::kTile}, row_dot, {"dbias", Shape::kColPartial}}, dlogits),
 
       row<RstdGlu<Silu>>("rstd_swiglu", "tn", {rstd, silu_kind}, {product}, glu<silu>),
       row<RstdGluPreactivation<Silu>>("rstd_swiglu_preactivation", "tn", {rstd, silu_kind}, {preactivation, product}, glu_preactivation<silu>),

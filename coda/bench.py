@@ -46,6 +46,7 @@ class Preset:
     heads: int
     kv_heads: int
     head_dim: int
+    vocabulary: int = 128256
 
     @property
     def qkv(self) -> int:
@@ -86,6 +87,14 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = 
     wide, one, qkv = torch.empty_like(z), torch.empty_like(x), torch.empty_like(dz_qkv)
     narrow, dw = torch.empty_like(y), torch.empty_like(w)
     norm = lambda x, g: F.rms_norm(x, (d,), g, 1e-6)
+    # The head sees a chunk of tokens at a time.
+    chunk = x[:2048]
+    head, labels = new(preset.vocabulary, d, scale=d**-0.5), torch.arange(chunk.shape[0], device=device) * 31 % preset.vocabulary
+    logits, lse, factors = new(chunk.shape[0], preset.vocabulary), torch.full((chunk.shape[0],), 12.0, device=device), torch.ones(3, chunk.shape[0], device=device)
+    dhead, dhead_sum = torch.empty_like(head), torch.zeros_like(head, dtype=torch.float32)
+    select = lambda store: ops.lse_select(chunk, None, head, None, labels, 0.0, False, False, store, chunk.shape[0])
+    chunk_logits = lambda: torch.mm(chunk, head.t(), out=logits)
+    loss = lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t, reduction="none")
 
     def swiglu(x, g, w):
         gate, up = F.linear(norm(x, g), w).chunk(2, -1)
@@ -154,6 +163,11 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = 
                 lambda: torch.mm(x, w_down, out=narrow)),
         Problem("layer_norm_backward", "gate-up dgrad", "nn",
                 lambda: ops.layer_norm_backward(z, w, x, g, g, rstd, mean, correction, correction, res, True, True), lambda: torch.mm(z, w, out=one)),
+        Problem("lse_select", "head", "tn", lambda: select("none"), chunk_logits, loss, (chunk, head, labels)),
+        Problem("lse_select_logits", "head", "tn", lambda: select("logits"), chunk_logits),
+        Problem("lse_select_exponentials", "head", "tn", lambda: select("exponentials"), chunk_logits),
+        Problem("dlogits", "head", "tn", lambda: ops.dlogits(chunk, None, head, None, labels, lse, factors, 0.0, False), chunk_logits),
+        Problem("accumulate", "head wgrad", "nt", lambda: ops.gemm_accumulate_(dhead_sum, logits.t(), chunk), lambda: torch.mm(logits.t(), chunk, out=dhead)),
         Problem("plain", "gate-up", "tn", lambda: ops.gemm(x, w.t()), gate_up),
         Problem("plain", "gate-up dgrad", "nn", lambda: ops.gemm(z, w), lambda: torch.mm(z, w, out=one)),
         Problem("plain", "gate-up wgrad", "nt", lambda: ops.gemm(z.t(), x), lambda: torch.mm(z.t(), x, out=dw)),

@@ -161,6 +161,13 @@ def manifest() -> list[Kernel]:
     add("rstd_rope", "RstdRope<Pairing::kHeadHalves>", rope, ("tn",), (ROPE_32, ROPE_64, ROPE_128))
     add("rstd_qknorm_rope", "RstdQkNormRope", rope, ("tn",), (ROPE_64, ROPE_128))
     add("rstd_rope_adjacent", "RstdRope<Pairing::kAdjacent>", rope, ("tn",), (PINGPONG_192, PINGPONG_128))
+    loss = "programs/loss.hpp"
+    # No measurements yet. The first three have the same one configuration: then the loss has the same bits whatever is stored beside.
+    add("lse_select", "LseSelect", loss, ("tn",), (PINGPONG_128,))
+    add("lse_select_logits", "LseSelectLogits", loss, ("tn",), (PINGPONG_128,))
+    add("lse_select_exponentials", "LseSelectExponentials", loss, ("tn",), (PINGPONG_128,))
+    add("dlogits", "DLogits", loss, ("tn",), (PINGPONG_128,))
+    add("accumulate", "Accumulate", plain, ("nt",), (PINGPONG_128,))
     keys = [k.key for k in rows]
     assert len(set(keys)) == len(keys), "two kernels of the manifest share a key"
     return rows

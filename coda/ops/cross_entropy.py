@@ -1,10 +1,10 @@
 """The language-model head and its loss, without the M x V logits.
 
-Tokens are taken in chunks. Of a chunk the logits are formed, their statistics, and from these the gradient of the logits, which two products turn
-into the gradients of the operands before the next chunk takes its place. Where the loss is a sum or a mean, all that the backward will bring is one
-scalar: the forward forms the gradients, three products in all, and the backward scales them. Else the backward forms the logits again: four products.
-
-`chunk_statistics` and `chunk_gradient` are the whole mathematics. They are torch operations so far, on logits in float32, which no epilogue rounds.
+The product's epilogue takes the statistics of the logits (csrc/programs/loss.hpp), and the logits themselves stay on the chip. For gradients tokens are
+taken in chunks. Where the loss is a sum or a mean, all that the backward will bring is one scalar: the forward forms the gradients and the backward scales
+them. Then the epilogue leaves the exponentials of a chunk's logits, a pass over them makes the gradient of the logits in their place, and two products
+turn it into the gradients of the operands before the next chunk takes its place: three products in all. Else the backward forms the logits again, with
+their gradient in the epilogue: four products.
 """
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import torch.distributed
 from torch import Tensor
 
 from coda.ops._common import (
-    as_rows,
     cast_for_autocast,
     check_devices,
     check_optional_tensor,
     check_tensor,
     check_vector,
     check_weights,
+    fake,
     main_grad,
     mark_added_to_main_grad,
     needs_grad,
+    no_second_derivative,
     once,
     statistics_dtype,
 )
@@ -96,8 +97,9 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1]. z_loss: its factor, 0 or more. softcap: positive.
         keep_logits: return the logits too, which then are held.
         return_lse: return lse too, also of ignored rows.
-        chunk_bytes: at most so much memory for the logits of one chunk of tokens in x's dtype, but at least a row. The torch operations on a chunk
-            hold several times as much. Results depend on it by rounding only.
+        chunk_bytes: at most so much memory for the gradient of a chunk of logits in x's dtype, of some tokens or, in the backward, of some classes, but at
+            least for one. Where there is no kernel (on the CPU, in float32 or float64) torch operations hold several times as much. Results depend on
+            it by rounding only.
         shard: weight, bias and the kept logits are this rank's rows of a vocabulary that is divided over a process group; V above is the number of
             all. The other arguments, the loss and lse are the same on every rank, and so are the gradients of x and norm_weight, which are summed
             over the ranks. All ranks make the same calls, with the same options and tensors that need a gradient.
@@ -109,15 +111,16 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument of another type, dtype, device, shape or range, or stats of another tensor, norm weight or eps.
-        IndexError: a target outside [0, V), on the CPU. On a GPU the range is not checked here, which would wait for the device: torch's indexing
-            fails with its device-side assertion; with shard, the loss is NaN.
+        IndexError: a target outside [0, V), on the CPU. On a GPU the range is not checked, which would wait for the device: the loss of such a row
+            is NaN.
         NotImplementedError: when a second derivative is asked for.
 
     As in torch the mean over no row is NaN, and its gradients are zero. Logits are sums in float32 (float64), of which the statistics are taken
-    before anything is rounded; their gradient is rounded once to x's dtype for the products. The weight's gradient is summed over chunks in float32
-    and rounded once. With "mean" and "sum", without keep_logits and while nothing but the loss is differentiated, gradients are formed in the
-    forward, and only multiplied by the incoming scalar in the backward; if that is no power of two, the gradients of x and weight are rounded a second time.
-    With keep_logits they are formed in the backward, from the logits as they were rounded.
+    before anything is rounded; their gradient is rounded once to x's dtype for the products. Sums over chunks are in float32 and rounded once: of the
+    weight's gradient where gradients are formed in the forward, of x's where they are formed in the backward. With "mean" and "sum", without
+    keep_logits and while nothing but the loss is differentiated, they are formed in the forward, and only multiplied by the incoming scalar in the
+    backward; if that is no power of two, what was formed in 16 bits is rounded a second time. In between, the weight's gradient of several chunks is held
+    in float32. With keep_logits gradients are formed in the backward, from the logits as they were rounded.
 
     Source: Szegedy et al., arXiv:1512.00567 (label smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss); Gemma Team, arXiv:2408.00118
     (soft-capping); Hsu et al., Liger Kernel, arXiv:2410.10989 (gradients in the forward, chunk by chunk).
@@ -236,7 +239,7 @@ def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_in
     chunk = chunk_rows(chunk_bytes, classes, x.element_size())
     arguments = rows, h, rstd, norm_weight, weight, bias, labels, inside, counted, options, chunk
     if needs_grad(rows, norm_weight, weight, bias):
-        outputs = _LinearCrossEntropy.apply(public, *arguments)
+        outputs = _LinearCrossEntropy.apply(public, chunk_bytes, *arguments)
     else:
         outputs = _wanted(_forward(*arguments, None)[:3], options)
     shapes = _wanted((x.shape[:-1] if options.reduction == "none" else (), (*x.shape[:-1], weight.shape[0]), x.shape[:-1]), options)
@@ -250,71 +253,79 @@ def _wanted(all_three: tuple, options: _Options) -> tuple:
 
 
 def chunk_rows(chunk_bytes: float, classes: int, element_size: int) -> int:
-    """How many rows of logits a chunk has."""
+    """How many rows of logits a chunk has; or, of so many `classes` as there are tokens, how many columns."""
     rows = max(1, int(chunk_bytes) // (max(1, classes) * element_size))
     return rows - rows % _TILE if rows > _TILE else rows
 
 
-def chunk_logits(h: Tensor, rstd: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rstd (h W^T) + b of a chunk [m, D] in float32 (float64)."""
-    wide = statistics_dtype(h)
-    if h.dtype == wide:
-        logits = torch.ops.coda.gemm(h, weight.t())
-    else:
-        logits = h.new_zeros((h.shape[0], weight.shape[0]), dtype=wide)
-        torch.ops.coda.gemm_accumulate_(logits, h, weight.t())
-    if rstd is not None:
-        logits.mul_(rstd.unsqueeze(1))
-    return logits if bias is None else logits.add_(bias)
+class _Statistics(NamedTuple):
+    """Of rows of logits, in float32 (float64), see csrc/programs/loss.hpp; over the columns of all ranks, but for what is marked."""
+
+    lse: Tensor
+    picked: Tensor
+    total: Tensor  # sum(z), and 0 where label smoothing does not ask for it
+    columns: Tensor  # as the operator gave it, of this rank, but with lse over all ranks
+    share: Tensor | None  # of this rank in sum(exp(z))
+
+    def row_dot(self, factors: Tensor, inside: Tensor | None) -> Tensor:
+        """The sum over columns of the gradient of the logits times the logits without their bias."""
+        _, _, picked, mean, _, total = self.columns
+        picked = picked if inside is None else picked.masked_fill(~inside, 0)
+        return factors[0] * (mean if self.share is None else mean * self.share) - factors[1] * total - factors[2] * picked
+
+
+def _select(h, rstd, weight, bias, target, inside, options, store, rows, dots) -> tuple[_Statistics, Tensor, Tensor]:
+    """The statistics of the logits of h, and what `store` asks for. rows: how many of logits may be held at a time."""
+    totals = bool(options.label_smoothing)
+    arguments = h, rstd, weight, bias, target, options.softcap or 0.0, dots, totals, store, rows
+    columns, stored, references = torch.ops.coda.lse_select(*arguments)
+    lse, picked, total, share = columns[0], columns[1], columns[4], None
+    if inside is not None:
+        lse, picked, total = options.shard.combined(lse, picked.masked_fill(~inside, 0), total, inside)
+        share = torch.exp(columns[0] - lse)
+        columns = torch.cat((lse.unsqueeze(0), columns[1:]))
+    return _Statistics(lse, picked, total, columns, share), stored, references
+
+
+def _factors(lse, inside, loss_weight, lse_weight, classes, options) -> Tensor:
+    """by_softmax, by_all and by_target of csrc/programs/loss.hpp for the gradient of sum(loss_weight loss + lse_weight lse)."""
+    by_softmax = loss_weight * (1 + 2 * options.z_loss * lse) if options.z_loss else loss_weight
+    by_softmax = by_softmax if lse_weight is None else by_softmax + lse_weight
+    by_target = loss_weight if inside is None else loss_weight.masked_fill(~inside, 0)
+    smoothing = options.label_smoothing
+    return torch.stack((by_softmax, loss_weight * (smoothing / classes), by_target * (1 - smoothing)))
 
 
 def _classes(columns: int, options: _Options) -> int:
     return columns if options.shard is None else options.shard.classes
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+class _LogitGradient(NamedTuple):
+    """Of a chunk: rstd times the gradient of the logits, in their dtype; what `_Statistics.row_dot` describes; the sum over rows, or None."""
+
+    dz: Tensor
+    row_dot: Tensor | None
+    dbias: Tensor | None
 
 
-def chunk_statistics(logits: Tensor, target: Tensor, inside: Tensor | None, options: _Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(lse, z[target], with label smoothing sum(z)) of each row of logits [m, V]; target [m] int64 in [0, V). inside: [m], where not, the target
-    is another rank's and its logit 0 here."""
-    z = _capped(logits, options.softcap)
-    picked = z.gather(1, target.unsqueeze(1)).squeeze(1)
-    picked = picked if inside is None else picked.masked_fill(~inside, 0)
-    return z.logsumexp(1), picked, z.sum(1) if options.label_smoothing else None
-
-
-def chunk_gradient(
-    logits: Tensor,
-    lse: Tensor,
-    target: Tensor,
-    inside: Tensor | None,
-    loss_weight: Tensor,
-    lse_weight: Tensor | None,
-    incoming: Tensor | None,
-    options: _Options,
-) -> Tensor:
-    """The gradient of sum(loss_weight loss + lse_weight lse) + sum(incoming logits) by logits [m, V], in their dtype:
-
-        softmax(z) (loss_weight (1 + 2 z_loss lse) + lse_weight) - loss_weight ((1 - label_smoothing) onehot(target) + label_smoothing / V)
-
-    times 1 - (z / softcap)^2, plus incoming. loss_weight, lse_weight: [m], 0 where a row counts for nothing. target, inside: as in
-    `chunk_statistics`. Nothing given is changed.
-    """
-    z = _capped(logits, options.softcap)
-    by_lse = loss_weight * (1 + 2 * options.z_loss * lse) if options.z_loss else loss_weight
-    by_lse = by_lse if lse_weight is None else by_lse + lse_weight
-    gradient = (z - lse.unsqueeze(1)).exp_().mul_(by_lse.unsqueeze(1))
-    smoothing = options.label_smoothing
-    if smoothing:
-        gradient.sub_((loss_weight * (smoothing / _classes(logits.shape[1], options))).unsqueeze(1))
-    here = loss_weight if inside is None else loss_weight.masked_fill(~inside, 0)
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    gradient[rows, target] -= here * (1 - smoothing)
+def _gradient_of_kept(logits, incoming, lse, target, factors, rstd, bias, options, want_dbias, want_dot) -> _LogitGradient:
+    """From logits as they were kept, with the gradient that arrives at them. target: column numbers, those of other columns too."""
+    wide = logits.to(lse.dtype)
+    z = wide if options.softcap is None else (wide / options.softcap).tanh_().mul_(options.softcap)
+    gradient = (z - lse.unsqueeze(1)).exp_().mul_(factors[0].unsqueeze(1)).sub_(factors[1].unsqueeze(1))
+    here = (target >= 0) & (target < logits.shape[1])
+    gradient.scatter_add_(1, target.masked_fill(~here, 0).unsqueeze(1), -factors[2].masked_fill(~here, 0).unsqueeze(1))
     if options.softcap is not None:
         gradient.mul_(1 - (z / options.softcap).square_())
-    return gradient if incoming is None else gradient.add_(incoming)
+    if incoming is not None:
+        gradient.add_(incoming)
+    dbias = gradient.sum(0) if want_dbias else None
+    dot = None
+    if want_dot:
+        # A column that the bias takes away has no gradient.
+        y = wide if bias is None else (wide - bias).masked_fill_(bias.isinf(), 0)
+        dot = (gradient * y).sum(1)
+    return _LogitGradient((gradient if rstd is None else gradient.mul_(rstd.unsqueeze(1))).to(logits.dtype), dot, dbias)
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
@@ -338,31 +349,43 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
     wide, tokens = statistics_dtype(x), x.shape[0]
     h = x if h is None else h
     losses, lse = (x.new_empty((tokens,), dtype=wide) for _ in range(2))
-    kept = x.new_empty((tokens, weight.shape[0]) if options.keep_logits else (0,))
+    kept = x.new_empty((0,))
     sums = None
     if needs is not None:
         # A sum over tokens, before it is divided by their number, may be too large for float16.
         unrounded = main_grad(weight) is not None or weight.dtype == torch.float16
-        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk, None, unrounded, options.shard)
+        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk and not unrounded, options.shard)
         factor = _mean_weight(counted, wide)[0] if options.reduction == "mean" else 1
         loss_weight = counted.to(wide) * factor
-    for s in _chunks(tokens, chunk):
-        logits = chunk_logits(h[s], None if rstd is None else rstd[s], weight, bias)
-        here = None if inside is None else inside[s]
-        lse[s], picked, total = chunk_statistics(logits, target[s], here, options)
-        if here is not None:
-            lse[s], picked, total = options.shard.combined(lse[s], picked, total, here)
-        smoothing = options.label_smoothing
-        losses[s] = lse[s] - (1 - smoothing) * picked
+    smoothing, width = options.label_smoothing, _classes(weight.shape[0], options)
+    # Exponentials do not tell z of the smallest, which only the gradient of smoothing behind a cap would want.
+    again = bool(smoothing) and options.softcap is not None
+    store = "exponentials" if sums is not None and not again else "logits" if options.keep_logits else "none"
+    for s in [slice(0, tokens)] if sums is None else _chunks(tokens, chunk):
+        at, here = None if rstd is None else rstd[s], None if inside is None else inside[s]
+        dots = sums is not None and sums.wants_dot and not again
+        found, stored, references = _select(h[s], at, weight, bias, target[s], here, options, store, chunk, dots)
+        lse[s] = found.lse
+        losses[s] = found.lse - (1 - smoothing) * found.picked
         if smoothing:
-            losses[s] -= total * (smoothing / _classes(weight.shape[0], options))
+            losses[s] -= found.total * (smoothing / width)
         if options.z_loss:
-            losses[s] += options.z_loss * lse[s].square()
+            losses[s] += options.z_loss * found.lse.square()
         if options.keep_logits:
-            kept[s] = logits
-        if sums is not None:
-            sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], here, loss_weight[s], None, None, options))
-        del logits  # before the next are made
+            kept = stored[:, : weight.shape[0]].contiguous()
+        if sums is None:
+            continue
+        factors = _factors(found.lse, here, loss_weight[s], None, width, options)
+        if again:
+            gradient = _formed_again(h[s], weight, found.lse, target[s], factors, at, bias, options, sums.needs[3], sums.wants_dot)
+        else:
+            dbias = torch.ops.coda.exponential_gradient_(
+                stored, references, found.columns, factors, target[s], at, weight.shape[0], options.softcap or 0.0, sums.needs[3]
+            )
+            dot = found.row_dot(factors, here) if dots else None
+            gradient = _LogitGradient(stored[:, : weight.shape[0]], dot, dbias if sums.needs[3] else None)
+        sums.add(s, h[s], gradient)
+        del stored, gradient  # before the next are made
     losses = losses.masked_fill(~counted, 0)  # not in place: Dynamo loses the gradient of an output that was (torch 2.11)
     loss = losses
     if options.reduction != "none":
@@ -370,14 +393,24 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
     return loss, kept, lse, None if sums is None else sums.result()
 
 
+def _formed_again(h, weight, lse, target, factors, rstd, bias, options, want_dbias, want_dot) -> _LogitGradient:
+    dz, dot, dbias = torch.ops.coda.dlogits(h, rstd, weight, bias, target, lse, factors, options.softcap or 0.0, want_dbias)
+    return _LogitGradient(dz[:, : weight.shape[0]], dot if want_dot else None, dbias if want_dbias else None)
+
+
+def _correction(rstd: Tensor | None, row_dot: Tensor | None, x: Tensor) -> Tensor | None:
+    """The factor of x in its gradient behind a norm."""
+    return None if rstd is None else rstd.square() * row_dot / max(x.shape[1], 1)
+
+
 class _Gradients:
-    """The gradients of (x, norm_weight, weight, bias), those that `needs` asks for, from the gradients of chunks of logits.
+    """The gradients of (x, norm_weight, weight, bias), those that `needs` asks for, from the gradients of logits of chunks of rows.
 
-    into: what the gradient of weight is added to, float32, instead of a tensor of its own. wide: that tensor stays in float32 (float64)."""
+    single: there is one chunk, and the gradient of weight is its product, rounded by itself; else it is summed, and stays, in float32 (float64)."""
 
-    def __init__(self, x, rstd, norm_weight, weight, bias, needs, single, into, wide, shard):
+    def __init__(self, x, rstd, norm_weight, weight, bias, needs, single, shard):
         self.x, self.rstd, self.weight, self.bias = x, rstd, weight, bias
-        self.needs, self.into, self.wide, self.shard = needs, into, wide, shard
+        self.needs, self.single, self.shard = needs, single, shard
         need_x, need_norm, need_weight, need_bias = needs
         dtype = statistics_dtype(x)
         zeros = lambda like: like.new_zeros(like.shape, dtype=dtype)
@@ -386,26 +419,20 @@ class _Gradients:
         self.dx = x.new_empty(x.shape) if need_x else None
         self.dnorm = zeros(norm_weight) if need_norm else None
         self.dbias = zeros(bias) if need_bias else None
-        self.dweight = into
-        self.single = single and into is None and not wide and x.shape[0] > 0  # one product, rounded by itself
-        if need_weight and into is None and not self.single:
-            self.dweight = zeros(weight)
+        self.dweight = zeros(weight) if need_weight and x.shape[0] == 0 else None
 
-    def add(self, s: slice, h: Tensor, logits: Tensor, dlogits: Tensor) -> None:
-        """Those of the rows s, from the result of `chunk_gradient`, which is used up."""
+    @property
+    def wants_dot(self) -> bool:
+        return self.rstd is not None and (self.needs[0] or self.needs[1])
+
+    def add(self, s: slice, h: Tensor, logits: _LogitGradient) -> None:
+        """Those of the rows s."""
         need_x, need_norm, need_weight, need_bias = self.needs
+        dz, correction = logits.dz, None
         if need_bias:
-            self.dbias += dlogits.sum(0)
-        correction = None
-        if self.rstd is not None:
-            rstd = self.rstd[s]
-            if need_x or need_norm:
-                y = logits
-                if self.bias is not None:  # a column that the bias takes away has no gradient
-                    y = (logits - self.bias).masked_fill_(self.bias.isinf(), 0)
-                correction = rstd.square() * (dlogits * y).sum(1) / max(self.x.shape[1], 1)
-            dlogits.mul_(rstd.unsqueeze(1))
-        dz = dlogits.to(self.x.dtype)
+            self.dbias += logits.dbias
+        if self.wants_dot:
+            correction = _correction(self.rstd[s], logits.row_dot, self.x)
         if need_x or need_norm:
             arguments = dz, correction, self.x[s], self.norm_weight, (self.weight,), None
             dx, dnorm, _ = norm_gradient(*arguments, need_x, need_norm, (False,))
@@ -415,22 +442,21 @@ class _Gradients:
                 self.dnorm += dnorm
         if need_weight and self.single:
             self.dweight = torch.ops.coda.gemm(dz.t(), h)
-        elif need_weight and self.dweight.dtype == torch.float64:
-            self.dweight += torch.ops.coda.gemm(dz.t(), h)
+        elif need_weight and self.weight.dtype == torch.float64:
+            product = torch.ops.coda.gemm(dz.t(), h)
+            self.dweight = product if self.dweight is None else self.dweight.add_(product)
         elif need_weight:
-            torch.ops.coda.gemm_accumulate_(self.dweight, dz.t(), h)
+            first = self.dweight is None
+            if first:
+                self.dweight = torch.empty_like(self.weight, dtype=torch.float32, memory_format=torch.contiguous_format)
+            torch.ops.coda.gemm_accumulate_(self.dweight, dz.t(), h, not first)
 
     def result(self) -> tuple[Tensor | None, ...]:
-        """Those of x and weight (but see `wide`) in their dtypes, those of the vectors in float32 (float64)."""
-        dweight, dbias, dnorm = self.dweight, self.dbias, self.dnorm
-        if self.into is not None or not self.needs[2]:
-            dweight = None
-        elif not self.wide:
-            dweight = dweight.to(self.weight.dtype)
-        dx = self.dx
+        """That of x in its dtype, those of the vectors in float32 (float64)."""
+        dx, dnorm = self.dx, self.dnorm
         if self.shard is not None:
             dx, dnorm = self.shard.summed(dx), self.shard.summed(dnorm)
-        return dx, dnorm, dweight, dbias
+        return dx, dnorm, self.dweight, self.dbias
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None) -> Tensor | None:
@@ -440,14 +466,14 @@ def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None) -> Tens
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, public, x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk):
-        needs = tuple(ctx.needs_input_grad[i] for i in (1, 4, 5, 6))
+    def forward(ctx: Any, public, chunk_bytes, x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk):
+        needs = tuple(ctx.needs_input_grad[i] for i in (2, 5, 6, 7))
         at_once = options.reduction != "none" and not options.keep_logits
         arguments = x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk
         loss, logits, lse, gradients = _forward(*arguments, needs if at_once else None)
         saved = logits if options.keep_logits else None
         ctx.save_for_backward(x, rstd, norm_weight, weight, bias, target, inside, counted, saved, lse, *(gradients or ()))
-        ctx.public, ctx.options, ctx.chunk, ctx.needs = public, options, chunk, needs
+        ctx.public, ctx.options, ctx.chunk_bytes, ctx.needs = public, options, chunk_bytes, needs
         ctx.set_materialize_grads(False)
         return _wanted((loss, logits, lse), options)
 
@@ -460,7 +486,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dlogits = next(incoming) if ctx.options.keep_logits else None
         dlse = next(incoming) if ctx.options.return_lse else None
         if dloss is None and dlogits is None and dlse is None:
-            return (None,) * 12
+            return (None,) * 13
         with torch.no_grad():
             if formed and dlse is None:
                 scale = dloss / _mean_weight(counted, lse.dtype)[1] if ctx.options.reduction == "mean" else dloss
@@ -468,7 +494,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 gradients = _backward(ctx, dloss, dlogits, dlse, *tensors)
         dx, dnorm, dweight, dbias = once(ctx.public, gradients, dloss, *others, x, norm_weight, weight, bias)
-        return None, dx, None, None, dnorm, dweight, dbias, *[None] * 5
+        return None, None, dx, None, None, dnorm, dweight, dbias, *[None] * 5
 
 
 def _scale(formed, scale, x, norm_weight, weight, bias) -> tuple[Tensor | None, ...]:
@@ -482,23 +508,91 @@ def _scale(formed, scale, x, norm_weight, weight, bias) -> tuple[Tensor | None, 
     return tuple(_scaled(t, scale, like) for t, like in zip((dx, dnorm, dweight, dbias), (x, norm_weight, weight, bias)))
 
 
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a b. On a GPU a product without an epilogue is the library's anyway, which then needs no copy."""
+    if out.is_cuda:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(torch.ops.coda.gemm(a, b))
+
+
 def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, target, inside, counted, saved, lse) -> tuple[Tensor | None, ...]:
-    """The gradients from those of all outputs, chunk by chunk, with the logits kept or formed again."""
-    wide, tokens = lse.dtype, x.shape[0]
+    """The gradients from those of all outputs, with the logits kept or formed again.
+
+    Once lse is known columns are independent: chunks are of the vocabulary. The rows of weight's gradient that belong to one are then complete after one
+    product over all tokens, rounded once, and what is summed over chunks is no larger than x.
+    """
+    wide, options = lse.dtype, ctx.options
+    tokens, classes = x.shape[0], weight.shape[0]
+    need_x, need_norm, need_weight, need_bias = ctx.needs
     h = x if norm_weight is None else torch.ops.coda.rms_norm_stats(x, norm_weight, 0.0)[0]
     if dloss is None:
         loss_weight = lse.new_zeros(lse.shape)
     else:
-        dloss = dloss / counted.sum() if ctx.options.reduction == "mean" else dloss
+        dloss = dloss / counted.sum() if options.reduction == "mean" else dloss
         loss_weight = torch.where(counted, dloss, 0).to(wide)
-    into = main_grad(weight) if ctx.needs[2] else None
-    sums = _Gradients(x, rstd, norm_weight, weight, bias, ctx.needs, tokens <= ctx.chunk, into, False, ctx.options.shard)
-    for s in _chunks(tokens, ctx.chunk):
-        logits = saved[s].to(wide) if saved is not None else chunk_logits(h[s], None if rstd is None else rstd[s], weight, bias)
-        here, lse_weight, incoming = (None if t is None else t[s] for t in (inside, dlse, dlogits))
-        sums.add(s, h[s], logits, chunk_gradient(logits, lse[s], target[s], here, loss_weight[s], lse_weight, incoming, ctx.options))
-        del logits
+    factors = _factors(lse, inside, loss_weight, dlse, _classes(classes, options), options)
+    wants_dot = rstd is not None and (need_x or need_norm)
+    into = main_grad(weight) if need_weight else None
+    chunks = _chunks(classes, chunk_rows(ctx.chunk_bytes, tokens, x.element_size()))
+    dweight = torch.empty_like(weight) if need_weight and into is None and len(chunks) > 1 else None
+    dbias, dot, dn, dx, dnorm = [], None, None, None, None
+    for s in chunks:
+        arguments = lse, target - s.start, factors, rstd, None if bias is None else bias[s], options, need_bias, wants_dot
+        if saved is None:
+            gradient = _formed_again(h, weight[s], *arguments)
+        else:
+            gradient = _gradient_of_kept(saved[:, s], None if dlogits is None else dlogits[:, s], *arguments)
+        dz = gradient.dz
+        dbias.append(gradient.dbias)
+        if wants_dot:
+            dot = gradient.row_dot if dot is None else dot + gradient.row_dot
+        if into is not None:
+            torch.ops.coda.gemm_accumulate_(into[s], dz.t(), h)
+        elif dweight is not None:
+            _product_into(dweight[s], dz.t(), h)
+        elif need_weight:
+            dweight = torch.ops.coda.gemm(dz.t(), h)
+        if not (need_x or need_norm):
+            pass
+        elif len(chunks) == 1:
+            dx, dnorm, _ = norm_gradient(dz, _correction(rstd, dot, x), x, norm_weight, (weight,), None, need_x, need_norm, (False,))
+        elif wide == torch.float64:
+            dn = torch.ops.coda.gemm(dz, weight[s]) if dn is None else dn + torch.ops.coda.gemm(dz, weight[s])
+        else:
+            dn = x.new_zeros(x.shape, dtype=wide) if dn is None else dn
+            torch.ops.coda.gemm_accumulate_(dn, dz, weight[s])
+        del gradient, dz  # before the next is made
     if into is not None:
         mark_added_to_main_grad(weight)
-    dx, dnorm, dweight, dbias = sums.result()
-    return dx, None if dnorm is None else dnorm.to(norm_weight.dtype), dweight, None if dbias is None else dbias.to(bias.dtype)
+    if dn is not None:
+        dnorm = (dn * x).sum(0) if need_norm else None
+        dx = dn if norm_weight is None else dn.mul_(norm_weight)
+        dx = (dx if rstd is None else dx.addcmul_(_correction(rstd, dot, x).unsqueeze(1), x.to(wide), value=-1)).to(x.dtype)
+    if options.shard is not None:
+        dx, dnorm = options.shard.summed(dx if need_x else None), options.shard.summed(dnorm)
+    dnorm = None if dnorm is None else dnorm.to(norm_weight.dtype)
+    return dx if need_x else None, dnorm, dweight, torch.cat(dbias).to(bias.dtype) if need_bias else None
+
+
+@fake("coda::lse_select")
+def _(h, rstd, weight, bias, target, softcap, want_dots, want_totals, store, rows):
+    m, v = h.shape[0], weight.shape[0]
+    wide = statistics_dtype(h)
+    groups = h.new_empty((m, (v + 31) // 32) if store == "exponentials" else (0,), dtype=wide)
+    return h.new_empty((6, m), dtype=wide), h.new_empty((0,) if store == "none" else (m, (v + 7) // 8 * 8)), groups
+
+
+@fake("coda::exponential_gradient_")
+def _(stored, references, statistics, factors, target, rstd, classes, softcap, want_dbias):
+    return statistics.new_empty((classes,) if want_dbias else (0,))
+
+
+@fake("coda::dlogits")
+def _(h, rstd, weight, bias, target, lse, factors, softcap, want_dbias):
+    m, v = h.shape[0], weight.shape[0]
+    return h.new_empty((m, (v + 7) // 8 * 8)), lse.new_empty((m,)), lse.new_empty((v,) if want_dbias else (0,))
+
+
+for _op in ("lse_select", "dlogits"):
+    no_second_derivative(f"coda::{_op}", "coda.linear_cross_entropy")

@@ -101,7 +101,7 @@ no_second_derivative("coda::gemm", "coda.linear")
 
 
 @fake("coda::gemm_accumulate_")
-def _(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _(out: Tensor, a: Tensor, b: Tensor, add: bool = True) -> None:
     return None
 
 

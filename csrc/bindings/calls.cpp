@@ -3,6 +3,7 @@
 #include "bindings/launch.h"
 #include "programs/activation.hpp"
 #include "programs/glu.hpp"
+#include "programs/loss.hpp"
 #include "programs/norm.hpp"
 #include "programs/plain.hpp"
 #include "programs/rope.hpp"
@@ -64,6 +65,17 @@ std::tuple<at::Tensor, at::Tensor> layer_correction_from_partials(at::Tensor con
   return {mean_of(dots) * rstd.square(), -mean_of(direction_dots) * rstd};
 }
 
+void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics) {
+  if (!partials.is_cpu()) return cuda::softmax_statistics(partials, statistics);
+  note("cpu", "");
+  // One tile, the whole row.
+  at::Tensor const p = partials.select(1, 0).narrow(1, 0, statistics.size(1)), top = p[0], sum = p[1];
+  at::Tensor const base = at::where(at::isfinite(top), top, 0) - double(kExponentialShift);
+  statistics[LseSelection::kLse].copy_((base + sum.log2()) * kLn2<double>);
+  if (p.size(0) > 2) statistics[LseSelection::kMeanQ].copy_(p[2] / sum);
+  if (p.size(0) > 3) statistics.narrow(0, LseSelection::kTotalZ, 2).copy_(p.narrow(0, 3, 2));
+}
+
 double number(ActivationKind kind) { return double(int(kind)); }
 
 }  // namespace
@@ -88,8 +100,15 @@ at::Tensor gemm(GemmCall const& call) {
   return out;
 }
 
-void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b) {
-  if (!use_eager(a)) note(a.is_cpu() ? "cpu" : "sm90", a.is_cpu() ? "" : "library");
+void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b, bool add) {
+  bool const kernels = !use_eager(a);
+  if (kernels && !a.is_cpu() && a.numel() != 0 && b.numel() != 0 && cuda::accumulates(out, a, b)) {
+    Launch launch{"accumulate", a, b.t(), {}, {}, {out}};
+    launch.replaces = !add;
+    return run<Accumulate>(launch);
+  }
+  if (kernels) note(a.is_cpu() ? "cpu" : "sm90", a.is_cpu() ? "" : "library");
+  if (!add) out.zero_();
   if (a.numel() == 0 || b.numel() == 0) return;
   if (a.is_cpu() || a.scalar_type() == at::kDouble || a.scalar_type() == at::kFloat) {
     out.add_(at::mm(a.to(statistics_type(a)), b.to(statistics_type(a))));
@@ -295,6 +314,60 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, 
   if (!x.is_cpu() && !use_eager(x)) return cuda::layer_stats(x, norm, eps, normalised);
   if (x.is_cpu()) note("cpu", "");
   return eager::layer_stats(x, norm, eps, normalised);
+}
+
+void lse_select(LseCall const& call, LseSelection& into) {
+  if (use_eager(call.h)) return eager::lse_select(call, into);
+  at::Tensor const selected = into.statistics.narrow(0, LseSelection::kPickedZ, 2), stored = into.stored;
+  Launch launch{"lse_select", call.h, call.w, {}, {call.rstd, call.bias, call.cap}, {selected, wanted_partials(call.h)}};
+  launch.planes = call.planes, launch.target = call.target, launch.references = into.references;
+  if (call.store != LogitStore::kNone) launch.sinks.push_back(stored);
+  switch (call.store) {
+    case LogitStore::kNone: run<LseSelect>(launch); break;
+    case LogitStore::kLogits: launch.program = "lse_select_logits", run<LseSelectLogits>(launch); break;
+    case LogitStore::kExponentials: launch.program = "lse_select_exponentials", run<LseSelectExponentials>(launch); break;
+  }
+  softmax_statistics(launch.sinks[1], into.statistics);
+}
+
+LseSelection lse_select(LseCall const& call) {
+  std::int64_t const m = call.h.size(0), n = call.w.size(0);
+  auto const statistics = call.h.options().dtype(statistics_type(call.h));
+  LseSelection result{at::zeros({LseSelection::kRows, m}, statistics), {}, {}};
+  result.statistics.narrow(0, LseSelection::kPickedZ, 2).fill_(std::numeric_limits<double>::quiet_NaN());
+  if (call.store != LogitStore::kNone) result.stored = empty_rows(call.h, stored_columns(n));
+  if (call.store == LogitStore::kExponentials) result.references = at::empty({m, (n + kSoftmaxGroup - 1) / kSoftmaxGroup}, statistics);
+  // The kernels hold partials, a small part of what the logits would take.
+  std::int64_t const rows = call.h.is_cpu() || !cuda::unsupported(call.h).empty() ? call.rows : 16 * call.rows;
+  for (std::int64_t begin = 0; begin < m; begin += rows) {
+    std::int64_t const count = std::min(rows, m - begin);
+    auto const part = [&](at::Tensor const& t, std::int64_t dim = 0) { return t.defined() ? t.narrow(dim, begin, count) : t; };
+    LseCall some = call;
+    some.h = part(call.h), some.target = part(call.target);
+    if (get(call.rstd)) some.rstd = part(*get(call.rstd));
+    LseSelection into{part(result.statistics, 1), part(result.stored), part(result.references)};
+    lse_select(some, into);
+  }
+  return result;
+}
+
+at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors,
+                                at::Tensor const& target, OptionalTensor const& rstd, std::int64_t classes, double cap, bool want_dbias) {
+  if (stored.is_cpu()) note("cpu", "");
+  auto* const function = stored.is_cpu() || use_eager(stored) ? eager::exponential_gradient : cuda::exponential_gradient;
+  return function(stored, references, statistics, factors, target, rstd, classes, cap, want_dbias);
+}
+
+LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor const& factors, bool want_dbias) {
+  if (use_eager(call.h)) return eager::dlogits(call, lse, factors, want_dbias);
+  std::int64_t const m = call.h.size(0), n = call.w.size(0);
+  LogitGradient result{empty_rows(call.h, stored_columns(n)), {}, {}};
+  Launch launch{"dlogits", call.h, call.w, {}, {call.rstd, call.bias, call.cap, lse, factors[0], factors[1], factors[2], call.target},
+                {result.dz, wanted_partials(call.h), want_dbias ? wanted_partials(call.h) : at::Tensor()}};
+  run<DLogits>(launch);
+  result.row_dot = correction_from_partials(launch.sinks[DLogits::kRowDot], m, std::nullopt, 1);
+  if (want_dbias) result.dbias = sum_groups(launch.sinks[DLogits::kDbias], n, statistics_type(call.h));
+  return result;
 }
 
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {

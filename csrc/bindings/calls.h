@@ -87,6 +87,34 @@ struct QkNormGradient {
   at::Tensor dq_norm, dk_norm;  // of the weights, in their dtypes
 };
 
+// Of the rows of logits rstd (h w^T) + bias (programs/loss.hpp), in the statistics type.
+enum class LogitStore { kNone, kLogits, kExponentials };
+struct LseSelection {
+  enum Row { kLse, kPickedZ, kPickedQ, kMeanQ, kTotalZ, kTotalQ, kRows };
+  // [kRows, M]: lse; z and q of the target, NaN if it is no column; sum(p q); sum(z) and sum(q). What is not wanted is 0.
+  at::Tensor statistics;
+  at::Tensor stored;      // [M, round_up(V, 8)] in h's dtype, of which the last columns mean nothing: the logits, or exponentials, whatever type those are of
+  at::Tensor references;  // [M, ceil(V / kSoftmaxGroup)] of exponentials. Undefined if not wanted, as `stored`
+};
+struct LseCall {
+  at::Tensor h;
+  OptionalTensor rstd;
+  at::Tensor w;
+  OptionalTensor bias;
+  at::Tensor target;  // int64 [M]
+  double cap;         // 0: none
+  int planes;         // of RowSoftmax: 2, 3 with sum(p q), 5 also with the totals
+  LogitStore store;
+  std::int64_t rows;  // of logits that may be held at a time, beyond those that are stored
+};
+
+// How the gradient of a row's logits comes about: by_softmax, by_all and by_target of programs/loss.hpp, [3, M].
+struct LogitGradient {
+  at::Tensor dz;       // [M, round_up(V, 8)] in the dtype of the operands, of which the last columns mean nothing
+  at::Tensor row_dot;  // [M]
+  at::Tensor dbias;    // [V], undefined if not wanted. Both in the statistics type
+};
+
 #define CODA_CALLS                                                                                                                         \
   at::Tensor gemm(GemmCall const& call);                                                                                                   \
   LinearResidualResult linear_residual(at::Tensor const& a, at::Tensor const& w, OptionalTensor const& bias, at::Tensor const& residual,   \
@@ -134,13 +162,23 @@ struct QkNormGradient {
                                    bool want_dgamma);                                                                                      \
   /* h, rstd and mean: h = x gamma (undefined without gamma), or normalised (x - mean) rstd gamma + beta */                                \
   std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised);     \
+  void lse_select(LseCall const& call, LseSelection& into);                                                                                 \
+  /* The gradient of logits from their exponentials, whose place it takes; returns dbias */                                                \
+  at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics,                    \
+                                  at::Tensor const& factors, at::Tensor const& target, OptionalTensor const& rstd, std::int64_t classes,   \
+                                  double cap, bool want_dbias);                                                                            \
+  /* The same with the logits formed again */                                                                                              \
+  LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor const& factors, bool want_dbias);                           \
   /* h (undefined without a weight) and rstd */                                                                                            \
   std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);
 
 CODA_CALLS
 
-// out += a b with out in fp32, without rounding the product first.
-void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b);
+// Columns of `stored` of an LseSelection.
+inline std::int64_t stored_columns(std::int64_t classes) { return (classes + 7) / 8 * 8; }
+LseSelection lse_select(LseCall const& call);
+// out += a b, or without `add` out = a b, with out in fp32, without rounding the product first.
+void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b, bool add);
 
 // Plain torch operators, for dtypes and devices without kernels.
 namespace eager {
@@ -164,6 +202,12 @@ std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor
 at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps);
 at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, OptionalTensor const& rstd, std::int64_t width);
 at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType dtype);
+// Of partials [planes, tiles, >= M] of a RowSoftmax, into statistics [LseSelection::kRows, M].
+void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics);
+at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors,
+                                at::Tensor const& target, OptionalTensor const& rstd, std::int64_t classes, double cap, bool want_dbias);
+// Whether the kernel for out += a b takes these operands, and should.
+bool accumulates(at::Tensor const& out, at::Tensor const& a, at::Tensor const& b);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised);
 LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias);
 // (rstd, mean) of the partial sums of x^2 and x, and (correction, offset) of those of dy (y - v) and dy u.

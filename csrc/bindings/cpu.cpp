@@ -9,6 +9,17 @@
 
 namespace coda::bindings {
 
+void bind_softmax(Kind kind, Launch const& call, at::Tensor const& sink, std::int64_t columns, Resource& r, std::vector<at::Tensor>& alive) {
+  r.data = sink.data_ptr(), r.pair_stride = sink.stride(0), r.columns = columns;
+  if (kind == Kind::kSoftmax) {
+    r.ld = sink.stride(1), r.value = call.planes;
+    r.second = call.references.defined() ? call.references.data_ptr() : nullptr;
+  } else {
+    alive.push_back(call.target.contiguous());
+    r.second = alive.back().data_ptr();
+  }
+}
+
 void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at::TensorOptions const& statistics, GemmArguments& g, std::vector<at::Tensor>& alive) {
   g.m = acc.size(0), g.n = acc.size(1), g.k = call.a.size(1);
   g.rotation = call.rotation;
@@ -34,10 +45,12 @@ void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at:
     at::Tensor& t = call.sinks[i];
     if (!t.defined()) continue;
     if (kinds.sinks[i] == Kind::kRowPartial) t = at::zeros({1, g.m}, statistics);
+    if (kinds.sinks[i] == Kind::kSoftmax) t = at::zeros({call.planes, 1, g.m}, statistics);
     if (kinds.sinks[i] == Kind::kColPartial) t = at::zeros({(g.m + host::kGroupRows - 1) / host::kGroupRows, g.n}, statistics);
     g.sinks[i].data = t.data_ptr();
     g.sinks[i].ld = t.stride(0);
     if (kinds.sinks[i] == Kind::kTile && t.size(1) < g.n) g.sinks[i].columns = t.size(1);
+    if (kinds.sinks[i] == Kind::kSoftmax || kinds.sinks[i] == Kind::kSelect) bind_softmax(kinds.sinks[i], call, t, g.n, g.sinks[i], alive);
   }
 }
 

@@ -54,6 +54,12 @@ QkNormGradient qknorm_rope_backward(at::Tensor const&, at::Tensor const&, at::Te
                                     OptionalTensor const&, RopeArguments const&, QkNorm const&, std::int64_t) {
   no_cuda();
 }
+void softmax_statistics(at::Tensor const&, at::Tensor const&) { no_cuda(); }
+at::Tensor exponential_gradient(at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, OptionalTensor const&,
+                                std::int64_t, double, bool) {
+  no_cuda();
+}
+bool accumulates(at::Tensor const&, at::Tensor const&, at::Tensor const&) { no_cuda(); }
 bool can_norm_heads(RopeArguments const&) { no_cuda(); }
 bool has_rope_kernel(char const*, RopeArguments const&, at::ScalarType) { no_cuda(); }
 #else
@@ -200,6 +206,7 @@ void run(Kinds const& kinds, Launch& call) {
   if (m == 0 || n == 0) {
     for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
       if (kinds.sinks[i] == Kind::kRowPartial) call.sinks[i] = at::zeros({1, m}, statistics);
+      if (kinds.sinks[i] == Kind::kSoftmax) call.sinks[i] = at::zeros({call.planes, 1, m}, statistics);
       if (kinds.sinks[i] == Kind::kColPartial && call.sinks[i].defined()) call.sinks[i] = at::zeros({1, n}, statistics);
     }
     return;
@@ -271,10 +278,14 @@ void run(Kinds const& kinds, Launch& call) {
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back;  // what the kernel writes, where it belongs
   for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
     at::Tensor const& t = call.sinks[i];
-    if (!t.defined() || (kinds.sinks[i] != Kind::kTile && kinds.sinks[i] != Kind::kHalfTile)) continue;
+    if (!t.defined()) continue;
+    // What a thread stores by itself, where it belongs.
+    if (kinds.sinks[i] == Kind::kSelect) bind_softmax(Kind::kSelect, call, t, n, g.sinks[i], alive);
+    if (kinds.sinks[i] == Kind::kAdd) g.sinks[i] = {t.data_ptr(), t.stride(0), 0, call.replaces ? 1.0 : 0.0};
+    if (kinds.sinks[i] != Kind::kTile && kinds.sinks[i] != Kind::kHalfTile && kinds.sinks[i] != Kind::kExponentials) continue;
     int const parts = halves && kinds.sinks[i] == Kind::kTile ? 2 : 1;
     at::Tensor out = t;
-    if (n8 != n || !readable(t, 1)) {
+    if ((n8 != n && (halves || t.size(1) != n8)) || !readable(t, 1)) {
       out = at::empty({m, parts * n8}, t.options());
       for (int part = 0; part < parts; ++part) copy_back.emplace_back(out.narrow(1, part * n8, n), t.narrow(1, part * n, n));
     }
@@ -285,6 +296,11 @@ void run(Kinds const& kinds, Launch& call) {
 
   KernelInfo const& kernel = pick(call.program, layout.c_str(), call.a.scalar_type(), g);
   for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
+    if (kinds.sinks[i] == Kind::kSoftmax) {
+      call.sinks[i] = at::empty({call.planes, ceil_div(n, kernel.tile_n), m}, statistics);
+      bind_softmax(Kind::kSoftmax, call, call.sinks[i], n, g.sinks[i], alive);
+      continue;
+    }
     bool const rows = kinds.sinks[i] == Kind::kRowPartial;
     if (!call.sinks[i].defined() || (!rows && kinds.sinks[i] != Kind::kColPartial)) continue;
     std::int64_t const lines = rows ? ceil_div(g.n, kernel.tile_n) : ceil_div(m, kernel.tile_m) * (kernel.tile_m / kernel.partial_rows);
@@ -439,6 +455,49 @@ at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType
         "sum_groups");
   note("sm90", "sum_groups");
   return out;
+}
+
+void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics) {
+  std::int64_t const m = statistics.size(1);
+  if (m == 0) return;
+  auto const row = [&](int i) { return statistics[i].data_ptr<float>(); };
+  check(reduce::finish_softmax({partials.const_data_ptr<float>(), partials.stride(0), partials.stride(1), partials.size(0), partials.size(1), m,
+                                row(LseSelection::kLse), row(LseSelection::kMeanQ), row(LseSelection::kTotalZ), row(LseSelection::kTotalQ)},
+                               current_stream()),
+        "finish_softmax");
+  note("sm90", "softmax_statistics");
+}
+
+at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors_,
+                                at::Tensor const& target_, OptionalTensor const& rstd_, std::int64_t classes, double cap, bool want_dbias) {
+  std::int64_t const m = stored.size(0);
+  at::Tensor const partials = want_dbias ? at::empty({ceil_div(m, reduce::kGradientRows), classes}, statistics.options()) : at::Tensor();
+  if (m == 0) return want_dbias ? at::zeros({classes}, statistics.options()) : at::Tensor();
+  at::Tensor const factors = factors_.contiguous(), target = target_.contiguous(), rstd = get(rstd_) ? get(rstd_)->contiguous() : at::Tensor();
+  at::Tensor const values = statistics.stride(1) == 1 ? statistics : statistics.contiguous();
+  check(reduce::exponential_gradient({reduce_type(stored.scalar_type()), m, classes, stored.data_ptr(), stored.stride(0),
+                                      references.const_data_ptr<float>(), references.stride(0), values[LseSelection::kLse].const_data_ptr<float>(),
+                                      values[LseSelection::kPickedZ].const_data_ptr<float>(), factors.const_data_ptr<float>(), factors.stride(0),
+                                      target.const_data_ptr<std::int64_t>(), rstd.defined() ? rstd.const_data_ptr<float>() : nullptr, float(cap),
+                                      want_dbias ? partials.data_ptr<float>() : nullptr},
+                                     current_stream()),
+        "exponential_gradient");
+  note("sm90", "exponential_gradient");
+  return want_dbias ? sum_groups(partials, classes, at::kFloat) : at::Tensor();
+}
+
+// From this K on the library's product hides most of what reading and writing the sum costs.
+constexpr std::int64_t kLongAccumulation = 8192;
+
+bool accumulates(at::Tensor const& out, at::Tensor const& a, at::Tensor const& b) {
+  KernelTable const table = kernel_table();
+  bool const built = std::any_of(table.kernels, table.kernels + table.count, [&](KernelInfo const* k) {
+    return !std::strcmp(k->program, "accumulate") && !std::strcmp(k->dtype, dtype_name(a.scalar_type()));
+  });
+  bool const in_place = out.stride(1) == 1 && out.stride(0) % 2 == 0 && out.stride(0) >= out.size(1) &&
+                        reinterpret_cast<std::uintptr_t>(out.data_ptr()) % 8 == 0;
+  if (!built || !in_place || a.size(1) % kAlignment != 0 || !readable(a, 0) || !readable(b, 1)) return false;
+  return a.size(1) < kLongAccumulation || !forced_kernel("accumulate").empty();
 }
 
 namespace {

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include "bindings/calls.h"
+#include "programs/loss.hpp"
 
 namespace coda::bindings::eager {
 namespace {
@@ -236,6 +237,86 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, 
   if (get(norm.gamma)) h = h * *get(norm.gamma);
   if (normalised) h = biased(h, norm.beta);
   return {h.defined() ? h.to(x.scalar_type()) : h, rstd, mean};
+}
+
+namespace {
+
+struct Logits {
+  at::Tensor y, z, slope;  // rstd acc; y + bias, or that capped; dz / dlogit, undefined without a cap
+};
+
+Logits logits_of(LseCall const& call) {
+  at::Tensor const wide = call.h.to(statistics_type(call.h)), w = call.w.to(wide.scalar_type());
+  at::Tensor const y = scaled(at::mm(wide, w.t()), call.rstd), logits = biased(y, call.bias);
+  if (!(call.cap > 0)) return {y, logits, {}};
+  at::Tensor const t = at::tanh(logits / call.cap);
+  return {y, t * call.cap, 1 - t.square()};
+}
+
+at::Tensor column(at::Tensor const& t) { return t.unsqueeze(1); }
+at::Tensor sloped(at::Tensor const& t, at::Tensor const& slope) { return slope.defined() ? t * slope : t; }
+
+// What `stored` holds, in the type that exponentials are of.
+at::Tensor as_exponentials(at::Tensor const& stored) { return stored.scalar_type() == at::kBFloat16 ? stored.view(at::kHalf) : stored; }
+
+// (by_softmax p - by_all - [target] by_target), before the slope.
+at::Tensor gradient_of_z(at::Tensor const& p, at::Tensor const& factors, at::Tensor const& target) {
+  at::Tensor g = p * column(factors[0]) - column(factors[1]);
+  at::Tensor const inside = target.ge(0).logical_and(target.lt(p.size(1)));
+  return g.scatter_add_(1, column(at::where(inside, target, 0)), column(at::where(inside, -factors[2], 0)));
+}
+
+}  // namespace
+
+void lse_select(LseCall const& call, LseSelection& into) {
+  Logits const l = logits_of(call);
+  std::int64_t const n = l.z.size(1);
+  at::Tensor const q = sloped(l.y, l.slope), lse = at::logsumexp(l.z, at::IntArrayRef{1});
+  at::Tensor const inside = call.target.ge(0).logical_and(call.target.lt(n)), index = column(at::where(inside, call.target, 0));
+  auto const put = [&](int row, at::Tensor const& t) { into.statistics[row].copy_(t); };
+  auto const picked = [&](at::Tensor const& t) { return at::where(inside, t.gather(1, index).squeeze(1), std::numeric_limits<double>::quiet_NaN()); };
+  put(LseSelection::kLse, lse);
+  put(LseSelection::kPickedZ, picked(l.z));
+  put(LseSelection::kPickedQ, picked(q));
+  if (call.planes > 2) put(LseSelection::kMeanQ, (at::exp(l.z - column(lse)) * q).sum(at::IntArrayRef{1}));
+  if (call.planes > 3) put(LseSelection::kTotalZ, l.z.sum(at::IntArrayRef{1})), put(LseSelection::kTotalQ, q.sum(at::IntArrayRef{1}));
+  if (call.store == LogitStore::kLogits) into.stored.narrow(1, 0, n).copy_(biased(l.y, call.bias));
+  if (call.store != LogitStore::kExponentials) return;
+  // All groups relative to the row's maximum.
+  at::Tensor const top = l.z.amax(1, true) * kLog2E<double>;
+  into.references.copy_(top.expand_as(into.references));
+  at::Tensor const base = double(kExponentialShift) - at::where(at::isfinite(top), top, 0);
+  as_exponentials(into.stored).narrow(1, 0, n).copy_(at::exp2(l.z * kLog2E<double> + base));
+}
+
+at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors,
+                                at::Tensor const& target, OptionalTensor const& rstd, std::int64_t classes, double cap, bool want_dbias) {
+  auto const wide = statistics.scalar_type();
+  at::Tensor const e = as_exponentials(stored).narrow(1, 0, classes).to(wide);
+  at::Tensor const lse = statistics[LseSelection::kLse];
+  auto const of_columns = [&](at::Tensor const& t) { return t.repeat_interleave(kSoftmaxGroup, 1).narrow(1, 0, classes); };
+  at::Tensor const exponent = references - double(kExponentialShift) - column(lse) * kLog2E<double>;
+  at::Tensor g = gradient_of_z(e * of_columns(at::exp2(exponent)), factors, target);
+  if (cap > 0) {
+    // Where an exponential is 0, so is the gradient, but that of the target, whose z is known.
+    at::Tensor const inside = target.ge(0).logical_and(target.lt(classes)), index = column(at::where(inside, target, 0));
+    at::Tensor z = (e.log2() + of_columns(references) - double(kExponentialShift)) * kLn2<double>;
+    z = z.scatter(1, index, at::where(column(inside), column(statistics[LseSelection::kPickedZ]), z.gather(1, index)));
+    g = g * (1 - (z / cap).square().clamp_max(1));
+  }
+  at::Tensor const dbias = want_dbias ? g.sum(at::IntArrayRef{0}) : at::Tensor();
+  stored.narrow(1, 0, classes).copy_(scaled(g, rstd));
+  return dbias;
+}
+
+LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor const& factors, bool want_dbias) {
+  Logits const l = logits_of(call);
+  at::Tensor const g = sloped(gradient_of_z(at::exp(l.z - column(lse)), factors, call.target), l.slope);
+  std::int64_t const n = g.size(1);
+  LogitGradient result{at::empty({g.size(0), stored_columns(n)}, call.h.options()), (g * l.y).sum(at::IntArrayRef{1}), {}};
+  result.dz.narrow(1, 0, n).copy_(scaled(g, call.rstd));
+  if (want_dbias) result.dbias = g.sum(at::IntArrayRef{0});
+  return result;
 }
 
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {

@@ -13,6 +13,11 @@
 #include "bindings/calls.h"
 #include "host/program.hpp"
 
+template <>
+struct coda::host::ExponentialOf<c10::BFloat16> {
+  using type = c10::Half;
+};
+
 namespace coda::bindings {
 
 // A load: a tensor (undefined: absent), two tensors (a HeadVector), or the value of a Scalar.
@@ -35,9 +40,16 @@ struct Launch {
   std::vector<at::Tensor> sinks;
   Rotation rotation = {};
   at::Tensor positions = {};  // int32 or int64 [M], if rotation goes by positions
+  bool replaces = false;  // what a TileAdd finds
+  // For RowSoftmax, whose sink becomes its planes of partials, [planes, tiles, >= M]; and int64 [M] for RowSelect, whose sink is [2, M].
+  int planes = 0;
+  at::Tensor references = {}, target = {};
 };
 
-enum class Kind { kScalar, kRowVector, kHeadVector, kColVector, kTable, kTile, kHalfTile, kRowPartial, kColPartial };
+enum class Kind {
+  kScalar, kRowVector, kHeadVector, kColVector, kTable, kColumnIs,             // loads
+  kTile, kHalfTile, kExponentials, kAdd, kRowPartial, kColPartial, kSoftmax, kSelect  // sinks; kTile is both
+};
 
 struct Kinds {
   Pairing pairing;
@@ -68,6 +80,11 @@ constexpr Kind kind(TileStore) { return Kind::kTile; }
 constexpr Kind kind(HalfTileStore) { return Kind::kHalfTile; }
 constexpr Kind kind(RowPartial) { return Kind::kRowPartial; }
 constexpr Kind kind(ColPartial) { return Kind::kColPartial; }
+constexpr Kind kind(ColumnIs) { return Kind::kColumnIs; }
+constexpr Kind kind(RowSoftmax) { return Kind::kSoftmax; }
+constexpr Kind kind(Exponentials) { return Kind::kExponentials; }
+constexpr Kind kind(RowSelect) { return Kind::kSelect; }
+constexpr Kind kind(TileAdd) { return Kind::kAdd; }
 
 template <class... Ts>
 std::vector<Kind> kinds(List<Ts...>) {
@@ -87,6 +104,8 @@ namespace cuda {
 void run(Kinds const& kinds, Launch& call);
 }  // namespace cuda
 
+// Points the resource of a RowSoftmax or a RowSelect at its tensors.
+void bind_softmax(Kind kind, Launch const& call, at::Tensor const& sink, std::int64_t columns, Resource& r, std::vector<at::Tensor>& alive);
 // Points `g` at the tensors of `call`, after making copies (kept in `alive`) of those that are not laid out as host::run reads them.
 void bind_resources(Kinds const& kinds, Launch& call, at::Tensor const& acc, at::TensorOptions const& statistics, GemmArguments& g, std::vector<at::Tensor>& alive);
 

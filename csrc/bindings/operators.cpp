@@ -10,6 +10,7 @@
 
 #include "bindings/calls.h"
 #include "bindings/checks.h"
+#include "coda/sinks.hpp"
 
 namespace coda::bindings {
 namespace {
@@ -88,8 +89,8 @@ Tensor gemm_op(Tensor const& a, Tensor const& b, OptionalTensor const& bias, Opt
   return gemm({a, b, bias, source, alpha, beta});
 }
 
-// out += a b, in fp32.
-void gemm_accumulate_op(Tensor out, Tensor const& a, Tensor const& b) {
+// out += a b, in fp32; without `add` out = a b.
+void gemm_accumulate_op(Tensor out, Tensor const& a, Tensor const& b, bool add) {
   check_floating("a", a);
   check_dim("a", a, 2, "M, K");
   check_like("b", b, "a", a);
@@ -99,7 +100,7 @@ void gemm_accumulate_op(Tensor out, Tensor const& a, Tensor const& b) {
   TORCH_CHECK_TYPE(out.scalar_type() == at::kFloat, "out has dtype ", out.scalar_type(), ", expected float32");
   check_shape("out", out, {a.size(0), b.size(1)}, "the shape of the product");
   Call call(a);
-  gemm_accumulate(out, a, b);
+  gemm_accumulate(out, a, b, add);
 }
 
 void check_weights(Tensor const& x, Tensor const& w_gate_up, OptionalTensor const& w_up, char const* x_name) {
@@ -502,6 +503,73 @@ Tensor linear_op(Tensor const& x, Tensor const& weight, OptionalTensor const& bi
   return gemm({x, weight.t(), bias, residual, 1, 1});
 }
 
+void check_statistics(char const* name, Tensor const& t, Tensor const& x, at::IntArrayRef shape, char const* meaning) {
+  TORCH_CHECK_VALUE(t.device() == x.device(), name, " is on ", t.device(), ", expected ", x.device(), " as the operands");
+  TORCH_CHECK_TYPE(t.scalar_type() == statistics_type(x), name, " has dtype ", t.scalar_type(), ", expected ", statistics_type(x));
+  check_shape(name, t, shape, meaning);
+}
+
+void check_target(Tensor const& target, Tensor const& x) {
+  TORCH_CHECK_VALUE(target.device() == x.device(), "target is on ", target.device(), ", expected ", x.device(), " as the operands");
+  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, "target has dtype ", target.scalar_type(), ", expected int64");
+  check_shape("target", target, {x.size(0)}, "one column a row");
+}
+
+void check_head(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias, Tensor const& target) {
+  check_floating("h", h);
+  check_dim("h", h, 2, "tokens, width");
+  check_matrix("weight", weight, "h", h, h.size(1));
+  TORCH_CHECK_VALUE(weight.size(0) > 0, "weight has shape ", shape_string(weight), ", expected at least one row");
+  check_rstd(rstd, h, "h");
+  check_vector("bias", bias, "h", h, weight.size(0), "one value for each row of weight");
+  check_target(target, h);
+}
+
+LogitStore store_of(std::string const& name) {
+  static std::map<std::string, LogitStore> const stores{
+      {"none", LogitStore::kNone}, {"logits", LogitStore::kLogits}, {"exponentials", LogitStore::kExponentials}};
+  auto const found = stores.find(name);
+  TORCH_CHECK_VALUE(found != stores.end(), "store is '", name, "', expected one of 'none', 'logits', 'exponentials'");
+  return found->second;
+}
+
+std::tuple<Tensor, Tensor, Tensor> lse_select_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias,
+                                                 Tensor const& target, double softcap, bool want_dots, bool want_totals, std::string const& store,
+                                                 std::int64_t rows) {
+  check_head(h, rstd, weight, bias, target);
+  LogitStore const what = store_of(store);
+  TORCH_CHECK_VALUE(rows > 0, "rows is ", rows, ", expected a positive number");
+  Call call(h);
+  LseSelection r = lse_select({h, rstd, weight, bias, target, softcap, want_totals ? 5 : want_dots ? 3 : 2, what, rows});
+  return {r.statistics, empty_like_missing(r.stored, h), empty_like_missing(r.references, r.statistics)};
+}
+
+Tensor exponential_gradient_op(Tensor stored, Tensor const& references, Tensor const& statistics, Tensor const& factors, Tensor const& target,
+                               OptionalTensor const& rstd, std::int64_t classes, double softcap, bool want_dbias) {
+  check_floating("stored", stored);
+  check_dim("stored", stored, 2, "tokens, classes");
+  std::int64_t const m = stored.size(0);
+  TORCH_CHECK_VALUE(classes > 0 && stored.size(1) == stored_columns(classes) && stored.is_contiguous(), "stored has shape ", shape_string(stored),
+                    ", expected that of exponentials of ", classes, " classes, contiguous");
+  check_statistics("references", references, stored, {m, (classes + kSoftmaxGroup - 1) / kSoftmaxGroup}, "one for each group of columns");
+  check_statistics("statistics", statistics, stored, {LseSelection::kRows, m}, "those that came with stored");
+  check_statistics("factors", factors, stored, {3, m}, "by_softmax, by_all and by_target of each row");
+  check_target(target, stored);
+  check_rstd(rstd, stored, "stored");
+  Call call(stored);
+  return empty_like_missing(exponential_gradient(stored, references, statistics, factors, target, rstd, classes, softcap, want_dbias), statistics);
+}
+
+std::tuple<Tensor, Tensor, Tensor> dlogits_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias,
+                                              Tensor const& target, Tensor const& lse, Tensor const& factors, double softcap, bool want_dbias) {
+  check_head(h, rstd, weight, bias, target);
+  check_statistics("lse", lse, h, {h.size(0)}, "one value a row");
+  check_statistics("factors", factors, h, {3, h.size(0)}, "by_softmax, by_all and by_target of each row");
+  Call call(h);
+  LogitGradient r = dlogits({h, rstd, weight, bias, target, softcap, 0, LogitStore::kNone, 0}, lse, factors, want_dbias);
+  return {r.dz, r.row_dot, empty_like_missing(r.dbias, r.row_dot)};
+}
+
 template <class Library>
 void implement(Library& m) {
   m.impl("rms_norm_stats", &rms_norm_stats_op);
@@ -524,6 +592,9 @@ void implement(Library& m) {
   m.impl("dact_layer", &dact_layer_op);
   m.impl("layer_norm_backward", &layer_norm_backward_op);
   m.impl("fused_mlp", &fused_mlp_op);
+  m.impl("lse_select", &lse_select_op);
+  m.impl("exponential_gradient_", &exponential_gradient_op);
+  m.impl("dlogits", &dlogits_op);
 }
 
 }  // namespace
@@ -531,7 +602,7 @@ void implement(Library& m) {
 TORCH_LIBRARY(coda, m) {
   m.def("rms_norm_stats(Tensor x, Tensor? norm_weight, float eps) -> (Tensor, Tensor)");
   m.def("gemm(Tensor a, Tensor b, Tensor? bias=None, Tensor? source=None, float alpha=1, float beta=1) -> Tensor");
-  m.def("gemm_accumulate_(Tensor(a!) out, Tensor a, Tensor b) -> ()");
+  m.def("gemm_accumulate_(Tensor(a!) out, Tensor a, Tensor b, bool add=True) -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor");
   m.def("linear_residual(Tensor a, Tensor weight, Tensor? bias, Tensor residual, Tensor? next_norm_weight, float eps) -> (Tensor, Tensor, Tensor)");
   m.def("rstd_act(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, str activation, bool store_preactivation) -> (Tensor, Tensor)");
@@ -575,6 +646,15 @@ TORCH_LIBRARY(coda, m) {
       "fused_mlp(Tensor x, Tensor? stats_h, Tensor? stats_rstd, Tensor w_gate_up, Tensor? w_up, Tensor w_down, Tensor? norm_weight, Tensor? residual, "
       "bool residual_is_x, Tensor? next_norm_weight, str activation, float eps, float next_eps, bool next_stats, bool save) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "lse_select(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor target, float softcap, bool want_dots, bool want_totals, str store, "
+      "SymInt rows) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "exponential_gradient_(Tensor(a!) stored, Tensor references, Tensor statistics, Tensor factors, Tensor target, Tensor? rstd, SymInt classes, "
+      "float softcap, bool want_dbias) -> Tensor");
+  m.def(
+      "dlogits(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor factors, float softcap, bool want_dbias) -> "
+      "(Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(coda, CPU, m) { implement(m); }

@@ -22,6 +22,27 @@ CODA_HD float exp_(float x) {
 }
 CODA_HD double exp_(double x) { return ::exp(x); }
 
+// 2^x; no faster than exp_ but without the rounding of its factor.
+CODA_HD float exp2_(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::exp2(x);
+#endif
+}
+CODA_HD double exp2_(double x) { return ::exp2(x); }
+
+CODA_HD float log2_(float x) {
+#if defined(__CUDA_ARCH__)
+  return log2f(x);
+#else
+  return std::log2(x);
+#endif
+}
+CODA_HD double log2_(double x) { return ::log2(x); }
+
 // 1 / x for normal x below 2^126, and for inf.
 CODA_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
@@ -42,6 +63,16 @@ CODA_HD float inverse_sqrt(float x) {
 #endif
 }
 CODA_HD double inverse_sqrt(double x) { return 1.0 / ::sqrt(x); }
+
+// Its absolute error on the GPU is 3e-7, which is less than that of the sums in fp32 that come here; towards 0 it is not relative.
+CODA_HD float tanh_(float x) {
+#if defined(__CUDA_ARCH__)
+  return 1.0f - 2.0f * reciprocal(1.0f + exp_(2.0f * x));
+#else
+  return std::tanh(x);
+#endif
+}
+CODA_HD double tanh_(double x) { return ::tanh(x); }
 
 // 1 / (1 + exp(-x)); exp overflows to inf for x < -88 and the result is then 0, which is right to 1e-38.
 template <class Real>

@@ -52,4 +52,10 @@ struct HeadVector {
   static constexpr int slots = kColumns;
 };
 
+// 1 in the column that the vector (int64 [M]) names for a row, 0 elsewhere. It must be present.
+struct ColumnIs {
+  template <int kColumns>
+  static constexpr int slots = kColumns;
+};
+
 }  // namespace coda

@@ -3,18 +3,28 @@
 // on a GPU, for programs whose accumulator is a tensor already.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "coda/loads.hpp"
 #include "coda/params.h"
 #include "coda/sinks.hpp"
+#include "programs/loss.hpp"
 
 namespace coda::host {
 
 // Rows that share one row of column partials. A task owns whole groups, so the sums do not depend on the number of threads.
 constexpr std::int64_t kGroupRows = 16;
+
+// The type of the Exponentials of tensors of `Storage`: fp16 beside 16-bit types, which a user of this header specialises it for.
+template <class Storage>
+struct ExponentialOf {
+  using type = Storage;
+};
 
 namespace detail {
 
@@ -61,6 +71,9 @@ struct Reader {
     for (int c = 0; c < kColumns; ++c)
       in[c] = r.data ? Real(static_cast<Storage const*>(r.data)[p.m * r.ld + p.n + c * p.distance]) : Real(0);
   }
+  CODA_HD static void read(ColumnIs, GemmArguments const&, Resource const& r, Place const& p, Real* in) {
+    for (int c = 0; c < kColumns; ++c) in[c] = static_cast<std::int64_t const*>(r.data)[p.m] == p.n + c * p.distance ? Real(1) : Real(0);
+  }
   template <int kAbsent>
   CODA_HD static void read(TableRow<kAbsent>, GemmArguments const& g, Resource const& r, Place const& p, Real* in) {
     Rotation const& turn = g.rotation;
@@ -92,6 +105,20 @@ struct Writer {
     Real& sum = static_cast<Real*>(r.data)[p.m / kGroupRows * r.ld + p.n];
     sum = p.m % kGroupRows == 0 ? out[0] : sum + out[0];
   }
+  // In full at the end of the row.
+  CODA_HD static void write(RowSoftmax, GemmArguments const&, Resource const&, Place const&, Real const* out, Sum& sum) { sum.take(out[0], out[1]); }
+  CODA_HD static void write(Exponentials, GemmArguments const&, Resource const&, Place const&, Real const*, Sum&) {}
+  CODA_HD static void write(RowSelect, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
+    if (static_cast<std::int64_t const*>(r.second)[p.m] != p.n) return;
+    Real* const selected = static_cast<Real*>(r.data);
+    selected[p.m] = out[0], selected[r.pair_stride + p.m] = out[1];
+  }
+  CODA_HD static void write(TileAdd, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
+    for (int c = 0; c < kColumns; ++c) {
+      Real& sum = static_cast<Real*>(r.data)[p.m * r.ld + p.n + c * p.distance];
+      sum = r.value == 0 ? sum + out[c] : out[c];
+    }
+  }
 };
 
 template <class Program>
@@ -106,7 +133,7 @@ CODA_HD void run_row(GemmArguments const& g, Acc const* acc, std::int64_t m, std
   constexpr int kColumns = Program::kColumns;
   using R = Reader<Storage, Real, kColumns>;
   using W = Writer<Storage, Real, Sum, kColumns>;
-  Real a[kColumns], in[Values<Program>::kIn], out[Values<Program>::kOut];
+  Real a[kColumns], in[Values<Program>::kIn == 0 ? 1 : Values<Program>::kIn], out[Values<Program>::kOut];
   auto const read = [&](std::int64_t pair) {
     Place const p = place<kPairingOf<Program>>(g, m, pair);
     for (int c = 0; c < kColumns; ++c) a[c] = Real(acc[p.n + c * p.distance]);
@@ -154,6 +181,51 @@ CODA_HD void for_row_partials(F f) {
   for_row_partials(typename Program::Sinks{}, std::make_index_sequence<Program::Sinks::size>{}, f);
 }
 
+// What the sinks of a row gather.
+template <class Real>
+struct RowState {
+  double sum = 0;
+  std::vector<Real> z, q;
+  void operator+=(Real value) { sum += double(value); }
+  void take(Real first, Real second) { z.push_back(first), q.push_back(second); }
+};
+
+// The partials of a RowSoftmax of row m, which is one tile; `tile`: its Exponentials, or null.
+template <class Storage, class Real>
+void finish_softmax(Resource const& r, Resource const* tile, std::int64_t m, RowState<Real> const& row) {
+  using Exponential = typename ExponentialOf<Storage>::type;
+  std::int64_t const n = std::int64_t(row.z.size()), groups = (n + kSoftmaxGroup - 1) / kSoftmaxGroup;
+  SoftmaxSums<double> sums{-std::numeric_limits<double>::infinity()};
+  double total = 0, total_q = 0;
+  for (std::int64_t group = 0; group < groups; ++group) {
+    std::int64_t const begin = group * kSoftmaxGroup, end = std::min(n, begin + kSoftmaxGroup);
+    Real top = Real(sums.top);
+    for (std::int64_t i = begin; i < end; ++i) top = std::max(top, row.z[i] * kLog2E<Real>);
+    sums.rescale(double(top));
+    Real const base = Real(kExponentialShift) - finite_or_zero(top);
+    for (std::int64_t i = begin; i < end; ++i) {
+      Real const e = exp2_(row.z[i] * kLog2E<Real> + base);
+      sums.sum += double(e), sums.dot += double(e) * double(row.q[i]);
+      total += double(row.z[i]), total_q += double(row.q[i]);
+      if (tile != nullptr) static_cast<Exponential*>(tile->data)[m * tile->ld + i] = static_cast<Exponential>(e);
+    }
+    if (r.second != nullptr) static_cast<Real*>(const_cast<void*>(r.second))[m * groups + group] = top;
+  }
+  double const values[] = {sums.top, sums.sum, sums.dot, total, total_q};
+  for (int p = 0; p < int(r.value); ++p) static_cast<Real*>(r.data)[p * r.pair_stride + m] = Real(values[p]);
+}
+
+template <class Program, class Storage, class Real, class... Sinks, std::size_t... kS>
+void finish_row(GemmArguments const& g, std::int64_t m, RowState<Real> const* states, List<Sinks...>, std::index_sequence<kS...>) {
+  Resource const* tile = nullptr;
+  ((std::is_same_v<Sinks, Exponentials> ? void(tile = &g.sinks[kS]) : void()), ...);
+  auto const finish = [&](auto sink, std::size_t s) {
+    if constexpr (std::is_same_v<decltype(sink), RowPartial>) static_cast<Real*>(g.sinks[s].data)[m] = static_cast<Real>(states[s].sum);
+    if constexpr (std::is_same_v<decltype(sink), RowSoftmax>) finish_softmax<Storage>(g.sinks[s], tile, m, states[s]);
+  };
+  (finish(Sinks{}, kS), ...);
+}
+
 }  // namespace detail
 
 // Applies Program to the rows of groups [begin, end) of kGroupRows each of the accumulators, which are [g.m, g.n] and contiguous. Storage is
@@ -161,9 +233,9 @@ CODA_HD void for_row_partials(F f) {
 template <class Program, class Storage, class Real>
 void run(GemmArguments const& g, Real const* acc, std::int64_t begin, std::int64_t end) {
   for (std::int64_t m = begin * kGroupRows; m < end * kGroupRows && m < g.m; ++m) {
-    double sums[Program::Sinks::size] = {};
-    detail::run_row<Program, Storage, Real>(g, acc + m * g.n, m, 0, 1, sums);
-    detail::for_row_partials<Program>([&](std::size_t s) { static_cast<Real*>(g.sinks[s].data)[m] = static_cast<Real>(sums[s]); });
+    detail::RowState<Real> states[Program::Sinks::size];
+    detail::run_row<Program, Storage, Real>(g, acc + m * g.n, m, 0, 1, states);
+    detail::finish_row<Program, Storage>(g, m, states, typename Program::Sinks{}, std::make_index_sequence<Program::Sinks::size>{});
   }
 }
 

@@ -84,6 +84,37 @@ LaunchStatus finish_layer(LayerFinish const& args, void* stream);
 // Finishes the ColPartial sink: out[n] = sum_g partials[g, n], in an order that depends on the number of groups alone.
 LaunchStatus sum_groups(float const* partials, std::int64_t ld, std::int64_t groups, std::int64_t n, DType dtype, void* out, void* stream);
 
+// Finishes the RowSoftmax sink: combines the tiles of a row, in an order that depends on their number alone. See programs/loss.hpp.
+struct SoftmaxFinish {
+  float const* partials;  // planes of [tiles][ld]
+  std::int64_t plane, ld, planes, tiles, m;
+  float* lse;
+  float* mean_q;  // written with three planes or more
+  float* total_z;  // these with five
+  float* total_q;
+};
+LaunchStatus finish_softmax(SoftmaxFinish const& args, void* stream);
+
+// In the place of exponentials (sinks.hpp) rstd times the gradient of their logits, see programs/loss.hpp.
+struct ExponentialGradient {
+  DType dtype;  // of the gradient: bf16 or fp16
+  std::int64_t m, n;
+  void* values;  // [m, n], rows 16 bytes aligned
+  std::int64_t ld;
+  float const* references;
+  std::int64_t references_ld;
+  float const* lse;
+  float const* picked_z;
+  float const* factors;  // by_softmax, by_all and by_target, one row each
+  std::int64_t factors_ld;
+  std::int64_t const* target;
+  float const* rstd;  // null: ones
+  float cap;          // 0: none
+  float* dbias;       // [groups of kGradientRows rows, n], sums of the gradient of the logits; null: not wanted
+};
+LaunchStatus exponential_gradient(ExponentialGradient const& args, void* stream);
+constexpr std::int64_t kGradientRows = 16;
+
 // Rotary embedding of whole rows, where it cannot be part of a GEMM's epilogue.
 struct Rope {
   struct Gradient {  // of the heads of q, k or v: [batch, sequence, heads, head_dim] of any strides but 1 within a head

@@ -106,6 +106,13 @@ struct LoadNode<Context, TileLoad> {
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.ld, 0}; }
 };
 
+template <class Context>
+struct LoadNode<Context, ColumnIs> {
+  static_assert(Context::kPairing == Pairing::kNone, "a column of each row, of pairs, has no node");
+  using Node = ColumnIsNode<typename Context::Config>;
+  static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {static_cast<int64_t const*>(r.data)}; }
+};
+
 // --- sinks -----------------------------------------------------------------------------------------------------------------------
 template <class Context, class Sink>
 struct SinkNode;
@@ -135,6 +142,31 @@ struct SinkNode<Context, ColPartial> {
   static_assert(Context::kPairing == Pairing::kNone, "column partials of pairs have no node");
   using Node = ColPartialNode<typename Context::Config>;
   static typename Node::Arguments arguments(Resource const& r) { return {static_cast<float*>(r.data), r.ld}; }
+};
+
+template <class Context>
+struct SinkNode<Context, RowSoftmax> {
+  static_assert(Context::kPairing == Pairing::kNone, "a softmax over pairs has no node");
+  using Node = RowSoftmaxNode<typename Context::Config>;
+  static typename Node::Arguments arguments(Resource const& r) {
+    return {static_cast<float*>(r.data), r.ld, r.pair_stride, int(r.value), r.columns, static_cast<float*>(const_cast<void*>(r.second))};
+  }
+};
+
+template <class Context>
+struct SinkNode<Context, RowSelect> {
+  static_assert(Context::kPairing == Pairing::kNone, "selecting from pairs has no node");
+  using Node = RowSelectNode<typename Context::Config>;
+  static typename Node::Arguments arguments(Resource const& r) {
+    return {static_cast<float*>(r.data), r.pair_stride, static_cast<int64_t const*>(r.second), r.columns};
+  }
+};
+
+template <class Context>
+struct SinkNode<Context, TileAdd> {
+  static_assert(Context::kPairing == Pairing::kNone, "adding pairs to a tile has no node");
+  using Node = TileAddNode<typename Context::Config>;
+  static typename Node::Arguments arguments(Resource const& r) { return {static_cast<float*>(r.data), r.ld, r.value == 0}; }
 };
 
 // --- positions -------------------------------------------------------------------------------------------------------------------
@@ -175,7 +207,10 @@ struct Epilogue {
   using Tile = typename Context::Tile;
   static constexpr int kColumns = Program::kColumns;
   static constexpr Pairing kPairing = kPairingOf<Program>;
-  static constexpr int kMain = detail::find_first<TileStore>(Sinks{});    // the sink that is the collective's D, or -1
+  static constexpr int kExponentials = detail::find_first<Exponentials>(Sinks{});
+  // The sink that is the collective's D, or -1.
+  static constexpr int kMain = kExponentials >= 0 ? kExponentials : detail::find_first<TileStore>(Sinks{});
+  using ElementD = cute::conditional_t<(kExponentials >= 0), cutlass::half_t, Element>;
   static constexpr int kHeads = detail::find_first<HeadVector<1>>(Loads{});  // what knows which heads count, for a program with a mean over heads
   static constexpr int kInputs = InputSlots<Program>::count;
   static constexpr int kOutputs = OutputSlots<Program>::count;
@@ -213,11 +248,11 @@ struct Epilogue {
       CUTLASS_DEVICE explicit Callbacks(Base&& base) : Base(cute::forward<Base>(base)) {}
 
       template <class Acc, int kFragment>
-      CUTLASS_DEVICE Array<Element, kFragment> visit(Array<Acc, kFragment> const& acc, int epi_v, int epi_m, int epi_n) {
+      CUTLASS_DEVICE Array<ElementD, kFragment> visit(Array<Acc, kFragment> const& acc, int epi_v, int epi_m, int epi_n) {
         static_assert(kColumns == 1 || kFragment % 8 == 0, "a fragment must hold whole pairs of atoms");
         static_assert(kPairing != Pairing::kHeadHalves || kFragment == Config::kEpilogueN / 2, "a fragment must cover its subtile");
         constexpr int kGroups = kFragment / kColumns;
-        Array<float, kFragment> loaded[Loads::size], values;
+        Array<float, kFragment> loaded[Loads::size == 0 ? 1 : Loads::size], values;
         // Loads kFirst ... kLast - 1; and one pair's accumulators and what was loaded for it.
         auto const load = [&](auto first, auto last) CUTLASS_LAMBDA_FUNC_INLINE {
           cute::for_each(LoadIndices{}, [&](auto i) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -283,23 +318,29 @@ struct Epilogue {
           }
         }
 
+        Array<float, kFragment> main;
         cute::for_each(cute::make_seq<SinkIndices::size()>{}, [&](auto position) CUTLASS_LAMBDA_FUNC_INLINE {
           constexpr int kSink = decltype(detail_sink(position))::value, kSlot = OutputSlots<Program>::offset(kSink);
+          using Sink = typename detail::At<kSink, Sinks>::type;
           auto& node = get<Loads::size + position>(callbacks_tuple);
-          if constexpr (kColumns == 2 && cute::is_same_v<typename detail::At<kSink, Sinks>::type, TileStore>) {
+          if constexpr (cute::is_same_v<Sink, RowSoftmax>) {
+            auto const exponentials = node.put(results[kSlot], results[kSlot + 1], epi_v, epi_m, epi_n);
+            if constexpr (kExponentials >= 0) main = exponentials;
+          } else if constexpr (cute::is_same_v<Sink, RowSelect>) {
+            node.put(results[kSlot], results[kSlot + 1], epi_v, epi_m, epi_n);
+          } else if constexpr (kColumns == 2 && cute::is_same_v<Sink, TileStore>) {
             node.put(interleaved<kSlot, kFragment>(results), epi_v, epi_m, epi_n);
           } else {
             node.put(results[kSlot], epi_v, epi_m, epi_n);
           }
         });
 
-        Array<float, kFragment> main;
-        if constexpr (kMain >= 0) {
-          main = interleaved<OutputSlots<Program>::offset(kMain), kFragment>(results);
-        } else {
+        if constexpr (kMain < 0) {
           main.clear();
+        } else if constexpr (kExponentials < 0) {
+          main = interleaved<OutputSlots<Program>::offset(kMain), kFragment>(results);
         }
-        return cutlass::NumericArrayConverter<Element, float, kFragment>{}(main);
+        return cutlass::NumericArrayConverter<ElementD, float, kFragment>{}(main);
       }
 
       // The values of all columns, in fragment order, from those of first and of second members of pairs.
@@ -342,10 +383,10 @@ struct Epilogue {
   static constexpr bool kDelayStore = detail::find_first<TileLoad>(Loads{}) < 0;
   using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<Config::kStagesLoad, Config::kStagesStore, kFragment, /*ReuseSmemC=*/false, kDelayStore>;
   using StrideD = typename Tile::StrideD;
-  using Store = detail::collective::AuxStoreDescriptor<Context, StrideD, Element>;
-  using SmemAtom = typename detail::TileAtom<Config, Element, typename Store::SmemLayoutAtom, Tile::kPaired>::type;
+  using Store = detail::collective::AuxStoreDescriptor<Context, StrideD, ElementD>;
+  using SmemAtom = typename detail::TileAtom<Config, ElementD, typename Store::SmemLayoutAtom, Tile::kPaired>::type;
   using Collective = cutlass::epilogue::collective::CollectiveEpilogue<
-      Policy, typename Tile::Cta, typename Tile::Epilogue, /*ElementC=*/void, StrideD, cute::conditional_t<(kMain >= 0), Element, void>, StrideD,
+      Policy, typename Tile::Cta, typename Tile::Epilogue, /*ElementC=*/void, StrideD, cute::conditional_t<(kMain >= 0), ElementD, void>, StrideD,
       Visitor, SM90_TMA_LOAD, SmemAtom, SM75_U32x4_LDSM_N, SM90_TMA_STORE, SmemAtom, typename Store::CopyOpR2S,
       Copy_Atom<SM90_U32x4_STSM_N, cutlass::half_t>, void>;
 
@@ -361,7 +402,7 @@ struct Epilogue {
     typename Collective::Arguments args{};
     args.thread = ImplTraits::arguments(g);
     if constexpr (kMain >= 0) {
-      args.ptr_D = static_cast<Element*>(g.sinks[kMain].data);
+      args.ptr_D = static_cast<ElementD*>(g.sinks[kMain].data);
       args.dD = stride(g.sinks[kMain]);
     }
     return args;

@@ -7,6 +7,8 @@
 
 #include "coda/layouts.hpp"
 #include "coda/params.h"
+#include "coda/sinks.hpp"
+#include "programs/loss.hpp"
 #include "cutlass/epilogue/fusion/sm90_visitor_load_tma_warpspecialized.hpp"
 #include "cutlass/epilogue/fusion/sm90_visitor_store_tma_warpspecialized.hpp"
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
@@ -351,6 +353,57 @@ struct TableNode : PlainNode<TableArguments> {
   }
 };
 
+struct ColumnIsArguments {
+  int64_t const* columns = nullptr;
+};
+
+// 1 in one column of each row. Most tiles hold none of their rows' columns, which a thread finds out once.
+template <class Config>
+struct ColumnIsNode : PlainNode<ColumnIsArguments> {
+  using Geometry = TileGeometry<Config, Pairing::kNone>;
+  CUTLASS_HOST_DEVICE ColumnIsNode() {}
+  CUTLASS_HOST_DEVICE ColumnIsNode(ColumnIsArguments const& p, SharedStorage const&) : params(&p) {}
+  ColumnIsArguments const* params = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    ColumnIsArguments const* params;
+    bool here = false;  // one of this thread's rows has its column in this tile
+    CUTLASS_DEVICE Callbacks(Geometry const& g, ColumnIsArguments const* p) : geometry(g), params(p) {}
+    CUTLASS_DEVICE void begin() { here = any_in_tile(geometry, params->columns); }
+    CUTLASS_DEVICE static bool any_in_tile(Geometry const& geometry, int64_t const* columns) {
+      bool any = false;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) {
+        int const row = geometry.row_of(j / 2, 2 * (j % 2));
+        int64_t const column = row < geometry.m ? __ldg(columns + row) - geometry.column : -1;
+        any = any || (column >= 0 && column < Config::kTileN);
+      }
+      return any;
+    }
+    template <class Acc, int kFragment>
+    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int epi_n) {
+      Array<float, kFragment> result;
+      result.clear();
+      if (here) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int const row = cute::min(geometry.row_of(epi_m, 2 * i), geometry.m - 1);
+          int64_t const column = __ldg(params->columns + row) - geometry.column - epi_n * Config::kEpilogueN;
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kFragment; ++v)
+            if ((v / 2) % 2 == i) result[v] = column == fragment_column(geometry.thread, v) ? 1.0f : 0.0f;
+        }
+      }
+      return result;
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params);
+  }
+};
+
 struct TileArguments {
   void* data = nullptr;
   int64_t ld = 0;
@@ -638,6 +691,228 @@ struct ColPartialNode : PlainNode<PartialArguments> {
         int const column = geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, 4 * (s / 2) + s % 2));
         if (geometry.thread % 32 < 4 && column < geometry.n && geometry.row < geometry.m) params->data[line * params->ld + column] = sum;
       }
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params);
+  }
+};
+
+struct SoftmaxArguments {
+  float* data = nullptr;
+  int64_t ld = 0;
+  int64_t plane = 0;  // from one plane to the next
+  int planes = 0;
+  int64_t columns = 0;
+  float* references = nullptr;
+};
+
+// Online along the subtiles of a tile, of which each is a group. The maximum of a subtile is shared by the four threads of a row at once, since the
+// exponentials of all of them are relative to it; sums meet at the end of the tile. Beside more than 128 accumulators there is no room for what a
+// thread knows of its rows: it waits in shared memory between two subtiles. (Of two consumer warpgroups one at a time is in its epilogue.)
+template <class Config>
+struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
+  using Geometry = TileGeometry<Config, Pairing::kNone>;
+  static_assert(Config::kEpilogueN == kSoftmaxGroup, "a subtile must be a group of columns");
+  static constexpr int kMaxPlanes = 5, kRows = 2 * Geometry::kSubtilesM;
+  static constexpr bool kShared = Config::kTileM * Config::kTileN / Geometry::kThreads > 128;
+  struct SharedStorage {
+    float values[kShared ? kRows * kMaxPlanes * Geometry::kThreads : 1];
+  };
+  CUTLASS_HOST_DEVICE RowSoftmaxNode() {}
+  CUTLASS_HOST_DEVICE RowSoftmaxNode(SoftmaxArguments const& p, SharedStorage const& storage)
+      : params(&p), smem(const_cast<float*>(storage.values)) {}
+  SoftmaxArguments const* params = nullptr;
+  float* smem = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    SoftmaxArguments const* params;
+    float* smem;
+    bool ragged;
+    float own[kShared ? 1 : kRows][kMaxPlanes];
+    CUTLASS_DEVICE Callbacks(Geometry const& g, SoftmaxArguments const* p, float* s)
+        : geometry(g), params(p), smem(s), ragged(g.column + Config::kTileN > int(p->columns)) {}
+    // Of row `row` of this thread's.
+    CUTLASS_DEVICE float& value(int row, int plane) {
+      if constexpr (kShared) return smem[(row * kMaxPlanes + plane) * Geometry::kThreads + geometry.thread];
+      else return own[row][plane];
+    }
+    CUTLASS_DEVICE void begin() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int p = 0; p < kMaxPlanes; ++p) value(row, p) = p == 0 ? -INFINITY : 0.0f;
+      }
+    }
+
+    // The exponentials of z.
+    template <int kValues>
+    CUTLASS_DEVICE Array<float, kValues> put(Array<float, kValues> z, Array<float, kValues> const& q, int, int epi_m, int epi_n) {
+      static_assert(kValues == Geometry::kFragment, "a fragment must cover its subtile");
+      if (ragged) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kValues; ++v) z[v] = column_of(epi_n, v) < params->columns ? z[v] : -INFINITY;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int const row = 2 * epi_m + i;
+        if (params->planes > 3) {
+          float totals[2] = {};
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kValues; ++v) {
+            if ((v / 2) % 2 != i || (ragged && column_of(epi_n, v) >= params->columns)) continue;
+            totals[0] += z[v], totals[1] += q[v];
+          }
+          value(row, 3) += totals[0], value(row, 4) += totals[1];
+        }
+        SoftmaxSums<float> sums{value(row, 0), value(row, 1), value(row, 2)};
+        float top = z[2 * i];
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kValues; ++v)
+          if ((v / 2) % 2 == i) top = fmaxf(top, z[v]);
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        sums.rescale(fmaxf(sums.top, top * kLog2E<float>));
+        float const base = float(kExponentialShift) - finite_or_zero(sums.top);
+        int const m = geometry.row_of(epi_m, 2 * i), first = geometry.column + epi_n * Config::kEpilogueN;
+        if (params->references != nullptr && geometry.thread % 4 == 0 && m < geometry.m && first < params->columns) {
+          int64_t const groups = (params->columns + kSoftmaxGroup - 1) / kSoftmaxGroup;
+          params->references[m * groups + first / kSoftmaxGroup] = sums.top;
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kValues; ++v) {
+          if ((v / 2) % 2 != i) continue;
+          z[v] = exp2_(fmaf(z[v], kLog2E<float>, base));
+          sums.sum += z[v];
+        }
+        if (params->planes > 2) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kValues; ++v)
+            if ((v / 2) % 2 == i) sums.dot = fmaf(z[v], q[v], sums.dot);
+        }
+        value(row, 0) = sums.top, value(row, 1) = sums.sum, value(row, 2) = sums.dot;
+      }
+      return z;
+    }
+    CUTLASS_DEVICE int column_of(int epi_n, int v) const { return geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, v)); }
+    CUTLASS_DEVICE void end() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        int const m = geometry.row_of(row / 2, 2 * (row % 2));
+        CUTLASS_PRAGMA_UNROLL
+        for (int p = 0; p < kMaxPlanes; ++p) {
+          if (p >= params->planes) break;
+          float sum = value(row, p);
+          if (p > 0) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+          }
+          if (geometry.thread % 4 == 0 && m < geometry.m && geometry.column < params->columns)
+            params->data[p * params->plane + int64_t(geometry.column / Config::kTileN) * params->ld + m] = sum;
+        }
+      }
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params, smem);
+  }
+};
+
+struct SelectArguments {
+  float* data = nullptr;
+  int64_t plane = 0;  // from the first value to the second
+  int64_t const* columns = nullptr;
+  int64_t count = 0;  // of columns
+};
+
+template <class Config>
+struct RowSelectNode : PlainNode<SelectArguments> {
+  using Geometry = TileGeometry<Config, Pairing::kNone>;
+  CUTLASS_HOST_DEVICE RowSelectNode() {}
+  CUTLASS_HOST_DEVICE RowSelectNode(SelectArguments const& p, SharedStorage const&) : params(&p) {}
+  SelectArguments const* params = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    SelectArguments const* params;
+    bool here = false;
+    CUTLASS_DEVICE Callbacks(Geometry const& g, SelectArguments const* p) : geometry(g), params(p) {}
+    CUTLASS_DEVICE void begin() { here = ColumnIsNode<Config>::Callbacks::any_in_tile(geometry, params->columns); }
+
+    template <int kValues>
+    CUTLASS_DEVICE void put(Array<float, kValues> const& first, Array<float, kValues> const& second, int, int epi_m, int epi_n) {
+      if (!here) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int const row = geometry.row_of(epi_m, 2 * i);
+        int64_t const wanted = row < geometry.m ? __ldg(params->columns + row) : -1;
+        int64_t const column = wanted - geometry.column - epi_n * Config::kEpilogueN;
+        if (column < 0 || column >= Config::kEpilogueN || wanted >= params->count) continue;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kValues; ++v)
+          if ((v / 2) % 2 == i && column == fragment_column(geometry.thread, v)) {
+            params->data[row] = first[v];
+            params->data[params->plane + row] = second[v];
+          }
+      }
+    }
+  };
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Geometry(args), params);
+  }
+};
+
+struct SumArguments {
+  float* data = nullptr;
+  int64_t ld = 0;
+  bool add = true;
+};
+
+// Reads and writes fp32 where the fragment lies: eight bytes a thread, the 32 bytes of a sector a quad, so no traffic is wasted. The values of a subtile
+// are asked for while the one before is added.
+template <class Config>
+struct TileAddNode : PlainNode<SumArguments> {
+  using Geometry = TileGeometry<Config, Pairing::kNone>;
+  CUTLASS_HOST_DEVICE TileAddNode() {}
+  CUTLASS_HOST_DEVICE TileAddNode(SumArguments const& p, SharedStorage const&) : params(&p) {}
+  SumArguments const* params = nullptr;
+
+  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+    Geometry geometry;
+    SumArguments const* params;
+    float2 next[Geometry::kFragment / 2];  // of the subtile that comes next
+    CUTLASS_DEVICE Callbacks(Geometry const& g, SumArguments const* p) : geometry(g), params(p), next{} {}
+
+    // Null beyond the matrix, whose columns are a multiple of eight.
+    CUTLASS_DEVICE float2* at(int epi_m, int epi_n, int pair) const {
+      int const row = geometry.row_of(epi_m, 2 * pair), column = geometry.column + epi_n * Config::kEpilogueN + fragment_column(geometry.thread, 2 * pair);
+      return row < geometry.m && column < geometry.n ? reinterpret_cast<float2*>(params->data + int64_t(row) * params->ld + column) : nullptr;
+    }
+    CUTLASS_DEVICE void ask(int epi_m, int epi_n) {
+      if (!params->add) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int p = 0; p < Geometry::kFragment / 2; ++p) {
+        float2 const* from = at(epi_m, epi_n, p);
+        next[p] = from == nullptr ? float2{} : __ldcs(from);
+      }
+    }
+    CUTLASS_DEVICE void begin() { ask(0, 0); }
+    template <int kValues>
+    CUTLASS_DEVICE void put(Array<float, kValues> const& values, int, int epi_m, int epi_n) {
+      static_assert(kValues == Geometry::kFragment, "a fragment must cover its subtile");
+      float2 sums[kValues / 2];
+      CUTLASS_PRAGMA_UNROLL
+      for (int p = 0; p < kValues / 2; ++p) sums[p] = {next[p].x + values[2 * p], next[p].y + values[2 * p + 1]};
+      // CUTLASS walks the subtiles of a row of the tile first along M.
+      bool const last_m = epi_m == Geometry::kSubtilesM - 1;
+      if (!last_m || epi_n != Geometry::kSubtilesN - 1) ask(last_m ? 0 : epi_m + 1, last_m ? epi_n + 1 : epi_n);
+      CUTLASS_PRAGMA_UNROLL
+      for (int p = 0; p < kValues / 2; ++p)
+        if (float2* to = at(epi_m, epi_n, p)) __stcs(to, sums[p]);
     }
   };
   template <bool, class... Args>

@@ -2,6 +2,7 @@
 
 A value that is a function of a stored one (h and rstd of a residual sum, for example) is compared with that function of what was stored.
 """
+import math
 import threading
 
 import pytest
@@ -235,6 +236,109 @@ def rstd_qknorm_rope(p):
         yield call, values
 
 
+def rows_of_head(p):
+    """(weight, bias, cap, target, exact values) of heads with and without a norm, a bias, a cap, and whole tiles."""
+    bias = p.new(p.n)
+    for rstd, b, cap, ragged in ((p.rstd, bias, 0.0, 0), (None, None, 0.0, 3), (p.rstd, bias, 2.0, 5), (p.rstd, None, 0.0, 1)):
+        v = max(p.n - ragged, 1)
+        w, b = p.b.t()[:v], None if b is None else b[:v].clone()
+        target = torch.randint(-1, v + 1, (p.m,), device=p.device)  # some are no column
+        y = p.product[:, :v] * (1 if rstd is None else rstd.double().unsqueeze(1))
+        if b is not None and v > 2:
+            b[v // 2] = -math.inf
+        logits = y + (0 if b is None else b.double())
+        z = cap * torch.tanh(logits / cap) if cap else logits
+        yield rstd, w, b, cap, target, y, logits, z, 1 - (z / cap).square() if cap else torch.ones_like(z)
+
+
+def factors_of(p):
+    factors = torch.randn(3, p.m, device=p.device)
+    factors[1] *= 1e-3
+    return factors
+
+
+def exponential_sums(terms, dim):
+    """`sums` of terms with a factor exp(z), of which an error of z is a relative one."""
+    exact, size = sums(terms, dim)
+    return exact, 5 * size
+
+
+def logit_gradients(p, factors, target, lse, z, y, slope, rstd):
+    """Exact dz, its row dot and its sum over rows, the last two with the size of their terms."""
+    columns = torch.arange(z.shape[1], device=p.device)
+    by_softmax, by_all, by_target = factors.double().unsqueeze(2)
+    g = (by_softmax * torch.exp(z - lse.unsqueeze(1)) - by_all - by_target * (columns == target.unsqueeze(1))) * slope
+    dz = g * (1 if rstd is None else rstd.double().unsqueeze(1))
+    few = STEP[p.dtype] / 2 / 2e-6  # the targets make up most of dz: one number a row, of which the rounding errors do not average out
+    return (dz, few * dz), exponential_sums(g * y, 1), exponential_sums(g, 0)
+
+
+def lse_select(p):
+    store = {"lse_select": "none", "lse_select_logits": "logits", "lse_select_exponentials": "exponentials"}[p.program]
+    factors = factors_of(p)
+    for i, (rstd, w, b, cap, target, y, logits, z, slope) in enumerate(rows_of_head(p)):
+        v, q, dots, totals = w.shape[0], y * slope, i != 1, i > 1 and b is None
+        inside = (target >= 0) & (target < v)
+        index = target.clamp(0, v - 1).unsqueeze(1)
+        lse = torch.logsumexp(z, 1)
+        share = torch.exp(z - lse.unsqueeze(1))
+        select = lambda: ops.lse_select(p.a, rstd, w, b, target, cap, dots, totals, store, 10**6)
+        by_all = torch.stack((factors[0], factors[1] * (cap == 0), factors[2]))
+
+        def call():
+            statistics, stored, references = select()
+            others = []
+            if store == "logits":
+                others = [stored[:, :v].nan_to_num(neginf=0)]
+            if store == "exponentials":
+                exponent = references.double().repeat_interleave(32, 1)[:, :v] - 15 - statistics[:1].t().double() * math.log2(math.e)
+                others = [(stored.view(torch.float16)[:, :v].double() * torch.exp2(exponent)).nan_to_num(0)]
+                dbias = ops.exponential_gradient_(stored, references, statistics, by_all, target, rstd, v, cap, True)
+                others += [stored[:, :v].clone(), dbias]
+                assert torch.equal(select()[0].nan_to_num(7), statistics.nan_to_num(7))
+            assert statistics[1:3, ~inside].isnan().all()
+            picked = statistics[1:3].masked_fill(~inside, 0).nan_to_num(neginf=0)
+            return statistics[0], picked[0], picked[1], statistics[3], statistics[4], statistics[5], *others
+
+        def values(_):
+            picked = [(t.gather(1, index).squeeze(1) * inside, t.abs().amax(1)) for t in (z.nan_to_num(neginf=0), q)]
+            exact = [(lse, z.nan_to_num(neginf=0).abs().amax(1)), *picked]
+            exact.append(exponential_sums(share * q, 1) if dots or totals else torch.zeros_like(lse))
+            exact += [sums(z, 1), sums(q, 1)] if totals else [torch.zeros_like(lse)] * 2
+            if store == "logits":
+                exact.append(logits.nan_to_num(neginf=0))
+            if store == "exponentials":
+                dz, _, dbias = logit_gradients(p, by_all, target, lse, z, y, slope, rstd)
+                exact += [(share, 200 * share), dz, (dbias[0], 20 * dbias[1])]  # an exponential is rounded to fp16
+            return exact
+
+        yield call, values
+
+
+def dlogits(p):
+    factors = factors_of(p)
+    for rstd, w, b, cap, target, y, _, z, slope in rows_of_head(p):
+        lse = torch.logsumexp(z, 1)
+        exact = logit_gradients(p, factors, target, lse, z, y, slope, rstd)
+
+        def call():
+            dz, dot, dbias = ops.dlogits(p.a, rstd, w, b, target, lse.float(), factors, cap, b is not None)
+            return dz[:, : w.shape[0]], dot, *([dbias] if b is not None else [])
+
+        yield call, lambda _: exact
+
+
+def accumulate(p):
+    for before, add in ((torch.randn(p.m, p.n, device=p.device), True), (torch.full((p.m, p.n + 8), math.nan, device=p.device)[:, : p.n], False)):
+
+        def call():
+            out = torch.empty_strided(before.shape, before.stride(), device=p.device).copy_(before)
+            ops.gemm_accumulate_(out, p.a, p.b, add)
+            return (out,)
+
+        yield call, lambda _: [p.product + (before.double() if add else 0)]
+
+
 PROGRAMS = {
     "plain": plain,
     "plain_residual": plain,
@@ -249,6 +353,11 @@ PROGRAMS = {
     "rstd_rope": rstd_rope,
     "rstd_rope_adjacent": rstd_rope,
     "rstd_qknorm_rope": rstd_qknorm_rope,
+    "lse_select": lse_select,
+    "lse_select_logits": lse_select,
+    "lse_select_exponentials": lse_select,
+    "dlogits": dlogits,
+    "accumulate": accumulate,
     **{f"rstd_{unit}{suffix}": rstd_glu for unit in ("swiglu", "geglu") for suffix in ("", "_preactivation")},
     **{f"d{unit}": dglu for unit in ("swiglu", "geglu")},
 }

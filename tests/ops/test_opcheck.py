@@ -22,10 +22,25 @@ def calls(dtype, device):
     rope = (*tables, positions, 1, HEAD, 3 * HEAD, False)
     head_norms = t(HEAD), t(HEAD), 1e-5, 2 * HEAD
     by_row = (*tables, None, M // 2, HEAD, 3 * HEAD, True)
+    labels, factors = torch.arange(M, device=device) * 7 % 24, torch.randn(3, M, device=device)
+    selected = lambda: torch.randn(6, M, device=device)
     return {
+        "lse_select": [
+            (x, rstd, w, bias, labels, 3.0, True, True, "exponentials", 4),
+            (x, None, w[:24], None, labels, 0.0, False, False, "none", 4),
+            (x, rstd, w[:24], None, labels, 0.0, False, True, "logits", 100),
+        ],
+        "exponential_gradient_": [
+            (t(M, N).abs(), torch.zeros(M, 1, device=device), selected(), factors, labels, rstd, N, 3.0, True),
+            (t(M, N).abs(), torch.zeros(M, 1, device=device), selected(), factors, labels, None, N, 0.0, False),
+        ],
+        "dlogits": [
+            (x, rstd, w, bias, labels, statistics(), factors, 3.0, True),
+            (x, None, w[:24], None, labels, statistics(), factors, 0.0, False),
+        ],
         "rms_norm_stats": [(x, g, 1e-6), (x, None, 1e-6)],
         "gemm": [(x, w.t(), bias, res, 1.5, 0.5), (x, w.t())],
-        "gemm_accumulate_": [(torch.randn(M, N, device=device), x, w.t())],
+        "gemm_accumulate_": [(torch.randn(M, N, device=device), x, w.t(), add) for add in (True, False)],
         "linear": [(x, w, bias, res), (x, w, None, None)],
         "layer_norm_stats": [(x, g, t(D), 1e-6, True), (x, g, None, 1e-6, False), (x, None, None, 1e-6, False)],
         "linear_residual_moments": [(x, w, bias, res, t(N), 1e-6), (x, w, None, res, None, 1e-6)],
@@ -74,7 +89,7 @@ def test_opcheck(device, name):
     op = getattr(ops, name).default
     for arguments in calls(sixteen_on_cuda(device), device)[name]:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
-        if name == "gemm_accumulate_":
+        if name in ("gemm_accumulate_", "exponential_gradient_"):
             continue
         saves = name != "fused_mlp" or arguments[-1]
         leaves = [a.detach().clone().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) and saves else a for a in arguments]

@@ -1,0 +1,122 @@
+// Around the head's GEMM: the statistics of a row from those of its tiles, and the gradient of logits from their exponentials.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include "coda/dispatch.hpp"
+#include "programs/loss.hpp"
+#include "reduce/reduce.h"
+#include "reduce/vector.cuh"
+
+namespace coda::reduce {
+namespace {
+
+constexpr int kRowLanes = 32, kTileLanes = 16;
+
+// A block has kRowLanes rows; lane y of a row takes the tiles y, y + kTileLanes, ... in turn, then the lanes are combined in order.
+__global__ void __launch_bounds__(kRowLanes* kTileLanes) finish_softmax_kernel(SoftmaxFinish p) {
+  std::int64_t const row = std::int64_t(blockIdx.x) * kRowLanes + threadIdx.x;
+  SoftmaxSums<float> sums{-INFINITY};
+  float totals[2] = {};
+  if (row < p.m) {
+#pragma unroll 4
+    for (std::int64_t t = threadIdx.y; t < p.tiles; t += kTileLanes) {
+      float const* at = p.partials + t * p.ld + row;
+      sums.add({at[0], at[p.plane], p.planes > 2 ? at[2 * p.plane] : 0.0f});
+      if (p.planes > 3) totals[0] += at[3 * p.plane], totals[1] += at[4 * p.plane];
+    }
+  }
+  __shared__ float lanes[5][kTileLanes][kRowLanes];
+  float const own[] = {sums.top, sums.sum, sums.dot, totals[0], totals[1]};
+  for (int i = 0; i < 5; ++i) lanes[i][threadIdx.y][threadIdx.x] = own[i];
+  __syncthreads();
+  if (threadIdx.y != 0 || row >= p.m) return;
+  for (int y = 1; y < kTileLanes; ++y) {
+    auto const lane = [&](int i) { return lanes[i][y][threadIdx.x]; };
+    sums.add({lane(0), lane(1), lane(2)});
+    totals[0] += lane(3), totals[1] += lane(4);
+  }
+  p.lse[row] = sums.lse();
+  if (p.planes > 2) p.mean_q[row] = sums.dot / sums.sum;
+  if (p.planes > 3) p.total_z[row] = totals[0], p.total_q[row] = totals[1];
+}
+
+constexpr int kThreads = 256, kVector = 8;
+
+// A block has kGradientRows rows of kThreads * kVector columns; a thread adds up its columns. The rows are asked for kAhead at a time: each is written
+// where it was read, and a load behind a store would wait for it.
+template <class T, bool kCap>
+__global__ void __launch_bounds__(kThreads) exponential_gradient_kernel(ExponentialGradient p) {
+  constexpr int kAhead = 4;
+  std::int64_t const column = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector, begin = std::int64_t(blockIdx.y) * kGradientRows;
+  if (column >= p.n) return;
+  float dbias[kVector] = {};
+  for (std::int64_t first = begin; first < begin + kGradientRows && first < p.m; first += kAhead) {
+    uint4 raw[kAhead];
+    float reference[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= p.m) break;
+      raw[i] = __ldcs(reinterpret_cast<uint4 const*>(static_cast<T const*>(p.values) + (first + i) * p.ld + column));
+      reference[i] = __ldg(p.references + (first + i) * p.references_ld + column / kSoftmaxGroup);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      std::int64_t const m = first + i;
+      if (m >= p.m) break;
+      float e[kVector];
+      load_vector(reinterpret_cast<__half const*>(&raw[i]), e);
+      float const by_softmax = __ldg(p.factors + m), by_all = __ldg(p.factors + p.factors_ld + m), by_target = __ldg(p.factors + 2 * p.factors_ld + m);
+      float const scale = exp2_(reference[i] - float(kExponentialShift) - __ldg(p.lse + m) * kLog2E<float>);
+      float const rstd = p.rstd == nullptr ? 1.0f : __ldg(p.rstd + m);
+      std::int64_t const target = __ldg(p.target + m) - column;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        bool const is_target = target == j;
+        float slope = 1;
+        if constexpr (kCap) {
+          // Where an exponential is 0, so is the gradient, but that of the target, whose z is known.
+          float const z = is_target ? p.picked_z[m] : (log2_(e[j]) + reference[i] - float(kExponentialShift)) * kLn2<float>, t = z / p.cap;
+          slope = fmaxf(1 - t * t, 0.0f);
+        }
+        e[j] = logit_gradient(e[j] * scale, slope, by_softmax, by_all, is_target ? by_target : 0.0f);
+        dbias[j] += e[j];
+        e[j] *= rstd;
+      }
+      store_vector(static_cast<T*>(p.values) + m * p.ld + column, e);
+    }
+  }
+  if (p.dbias == nullptr) return;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j)
+    if (column + j < p.n) p.dbias[blockIdx.y * p.n + column + j] = dbias[j];
+}
+
+template <class T>
+LaunchStatus launch(ExponentialGradient const& p, void* stream) {
+  dim3 const grid(unsigned(ceil_div(p.n, kThreads * kVector)), unsigned(ceil_div(p.m, kGradientRows)));
+  auto* const kernel = p.cap > 0 ? exponential_gradient_kernel<T, true> : exponential_gradient_kernel<T, false>;
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return launched("exponential_gradient");
+}
+
+}  // namespace
+
+LaunchStatus finish_softmax(SoftmaxFinish const& args, void* stream) {
+  finish_softmax_kernel<<<unsigned(ceil_div(args.m, kRowLanes)), dim3(kRowLanes, kTileLanes), 0, static_cast<cudaStream_t>(stream)>>>(args);
+  return launched("finish_softmax");
+}
+
+LaunchStatus exponential_gradient(ExponentialGradient const& args, void* stream) {
+  // Rows beyond n may be overwritten up to a whole vector.
+  if (args.ld % kVector != 0 || args.ld < (args.n + kVector - 1) / kVector * kVector || reinterpret_cast<std::uintptr_t>(args.values) % 16 != 0)
+    return {"exponential_gradient", "rows must be aligned to 16 bytes and have room for whole vectors"};
+  if (args.m > 65535 * kGradientRows) return {"exponential_gradient", "more than 2^20 rows"};
+  switch (args.dtype) {
+    case DType::kBf16: return launch<__nv_bfloat16>(args, stream);
+    case DType::kFp16: return launch<__half>(args, stream);
+    default: return {"exponential_gradient", "the gradient must be bf16 or fp16"};
+  }
+}
+
+}  // namespace coda::reduce
