@@ -74,7 +74,7 @@ at::Tensor gemm(GemmCall const& call) {
   // Nothing in the epilogue: the library, which measured about as fast in every layout (bench/results/plain.json) and takes any operand.
   // A residual it would copy into the output first, a pass that our epilogue does not need.
   if (!call.a.is_cpu() && forced_kernel("plain").empty() && !has_bias && !has_source && call.alpha == 1) {
-    note("sm90", "library");
+    note(cuda::arch(), "library");
     return at::mm(call.a, call.b);
   }
   at::Tensor const out = empty_rows(call.a, call.b.size(1));
@@ -89,7 +89,7 @@ at::Tensor gemm(GemmCall const& call) {
 }
 
 void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b) {
-  if (!use_eager(a)) note(a.is_cpu() ? "cpu" : "sm90", a.is_cpu() ? "" : "library");
+  if (!use_eager(a)) note(a.is_cpu() ? "cpu" : cuda::arch(), a.is_cpu() ? "" : "library");
   if (a.numel() == 0 || b.numel() == 0) return;
   if (a.is_cpu() || a.scalar_type() == at::kDouble || a.scalar_type() == at::kFloat) {
     out.add_(at::mm(a.to(statistics_type(a)), b.to(statistics_type(a))));

@@ -83,7 +83,7 @@ Kinds const& kinds_of() {
 }
 
 namespace cuda {
-// Runs `call` with an SM90 kernel, or without a product by csrc/reduce's row kernel.
+// Runs `call` with a kernel, or without a product by csrc/reduce's row kernel.
 void run(Kinds const& kinds, Launch& call);
 }  // namespace cuda
 
