@@ -28,7 +28,7 @@ help:
 	@echo
 	@echo "Settings, such as make test PYTHON=python3.12 CODA_CUDA=0:"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ARGS='...'"
-	@echo "  CODA_CUDA=auto|0|1 CODA_PROGRAMS=a,b TORCH_CUDA_ARCH_LIST=9.0 MAX_JOBS=n CUDA_HOME=folder CUTLASS_PATH=folder"
+	@echo "  CODA_CUDA=auto|0|1 CODA_PROGRAMS=a,b TORCH_CUDA_ARCH_LIST=9.0 CODA_FORCE_ARCH=sm80 MAX_JOBS=n CUDA_HOME=folder CUTLASS_PATH=folder"
 
 train: $(STAMP)/built $(STAMP)/examples
 	@cat $(STAMP)/backend

@@ -1,4 +1,4 @@
-"""Times every program beside torch on a Hopper GPU.
+"""Times every program beside torch. CODA_FORCE_ARCH=sm80 measures the SM80 kernels on a Hopper GPU.
 
     python -m coda.bench                                        every program at the presets 1b and 8b
     python -m coda.bench --presets 70b --programs dswiglu       some of them
@@ -238,9 +238,11 @@ def in_random_turns(candidates: list[Callable[[], None]], rounds: int, seed: int
 def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> list[dict]:
     keys: list[str | None] = [None]
     if args.all_kernels or problem.program == "plain":
-        keys = [k["key"] for k in _C.kernels() if (k["program"], k["layout"], k["dtype"]) == (problem.program, problem.layout, args.dtype)]
-    if problem.program in ("rstd_rope", "rstd_qknorm_rope"):
-        keys = [key for key in keys if key is None or key.endswith(f"_r{PRESETS[preset].head_dim}")]  # the others are for other heads
+        arch, _ = _C.arch_for(*torch.cuda.get_device_capability())
+        wanted = (arch, problem.program, problem.layout, args.dtype)
+        keys = [k["key"] for k in _C.kernels() if (k["arch"], k["program"], k["layout"], k["dtype"]) == wanted]
+        if arch == "sm90" and problem.program in ("rstd_rope", "rstd_qknorm_rope"):
+            keys = [key for key in keys if key.endswith(f"_r{PRESETS[preset].head_dim}")]  # the others are for other heads
     schedules = [(s, r) for s in (1, 2, 4, 8) for r in (1, 2)] if args.schedules else [(0, 0)]
     settings = [(key, *schedule) for key in keys for schedule in schedules]
     times: dict[Any, list[float]] = {setting: [] for setting in settings}
@@ -312,8 +314,8 @@ def main() -> None:
     parser.add_argument("--schedules", action="store_true", help="also every swizzle and raster order")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results")
     args = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        parser.error(f"this needs a GPU of compute capability 9.0 ({coda.info()['backend']})")
+    if not torch.cuda.is_available() or _C.arch_for(*torch.cuda.get_device_capability())[0] is None:
+        parser.error(f"this needs a GPU that kernels were built for ({coda.info()['backend']})")
     wanted = [p for p in args.programs.split(",") if p]
     unknown = [p for p in wanted if p not in {k["program"] for k in _C.kernels()}]
     if unknown:

@@ -47,13 +47,13 @@ inline Archs archs_for(KernelTable table, int capability, char const* forced) {
   return archs;
 }
 
-// Such as "8.0, 8.6 and 9.0, and PTX for what is newer than 8.0".
+// Such as "9.0, 8.0, 8.6 and PTX for 8.0 and newer".
 inline std::string built_for(KernelTable table) {
   auto const number = [](int capability) { return std::to_string(capability / 10) + "." + std::to_string(capability % 10); };
   std::string cubins, ptx;
   for (int i = 0; i < table.code_count; ++i) {
     if (table.code[i].ptx) {
-      ptx = "PTX for what is newer than " + number(table.code[i].capability);
+      ptx = "PTX for " + number(table.code[i].capability) + " and newer";
     } else {
       cubins += (cubins.empty() ? "" : ", ") + number(table.code[i].capability);
     }

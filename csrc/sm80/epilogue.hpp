@@ -51,9 +51,16 @@ struct Row {
   int position;
 };
 
-template <class Element>
-CODA_D float value_at(void const* data, bool fp32, std::int64_t i) {
-  return fp32 ? static_cast<float const*>(data)[i] : float(static_cast<Element const*>(data)[i]);
+// Neighbouring values, which may begin anywhere. The branch is around all of them: a load inside a branch of its own would be waited for at its end.
+template <class Element, int kCount>
+CODA_D void load_values(float* to, void const* data, bool fp32, std::int64_t first) {
+  if (fp32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = static_cast<float const*>(data)[first + i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = float(static_cast<Element const*>(data)[first + i]);
+  }
 }
 
 // --- loads ------------------------------------------------------------------------------------------------------------------------------
@@ -93,10 +100,10 @@ struct Reader<Traits, RowVector<kAbsent>> : VectorReader<Traits> {
   CODA_D static OfColumns columns(Resource const& r, GemmArguments const&, typename Traits::Place const& place) {
     OfColumns c;
 #pragma unroll
-    for (int i = 0; i < Traits::kColumns * kVector; ++i) {
-      c.value[i] = float(kAbsent);
-      if (r.data != nullptr && place.inside[i / kVector]) c.value[i] = value_at<typename Traits::Element>(r.data, r.fp32, place.n[i / kVector] + i % kVector);
-    }
+    for (int i = 0; i < Traits::kColumns * kVector; ++i) c.value[i] = float(kAbsent);
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i)
+      if (r.data != nullptr && place.inside[i]) load_values<typename Traits::Element, kVector>(c.value + kVector * i, r.data, r.fp32, place.n[i]);
     return c;
   }
 };
@@ -110,10 +117,10 @@ struct Reader<Traits, HeadVector<kAbsent>> : VectorReader<Traits> {
     void const* const data = place.n[0] < g.rotation.query_columns ? r.data : r.second;
     bool const present = place.inside[0] && place.n[0] < g.rotation.columns;
 #pragma unroll
-    for (int i = 0; i < Traits::kColumns * kVector; ++i) {
-      c.value[i] = float(kAbsent);
-      if (present) c.value[i] = value_at<typename Traits::Element>(data, r.fp32, place.n[i / kVector] % int(g.rotation.head_dim) + i % kVector);
-    }
+    for (int i = 0; i < Traits::kColumns * kVector; ++i) c.value[i] = float(kAbsent);
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i)
+      if (present) load_values<typename Traits::Element, kVector>(c.value + kVector * i, data, r.fp32, place.n[i] % int(g.rotation.head_dim));
     return c;
   }
 };
@@ -201,8 +208,10 @@ struct Reader<Traits, TableRow<kAbsent>> {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       int const j = Traits::index(i, 0), n = place.n[j / kVector] + j % kVector, column = n % c.head_dim;
+      float value = float(kAbsent);
       if (place.inside[j / kVector] && n < c.columns && column < c.rotary_dim)
-        result.words[i] = as_word(value_at<Element>(r.data, r.fp32, begin + (kAdjacent ? column / 2 : column)));
+        load_values<Element, 1>(&value, r.data, r.fp32, begin + (kAdjacent ? column / 2 : column));
+      result.words[i] = as_word(value);
     }
     return result;
   }
