@@ -67,7 +67,8 @@ inline std::string why_no_archs(KernelTable table, int capability, char const* f
   std::string const device = std::to_string(capability / 10) + "." + std::to_string(capability % 10);
   bool const any = archs_for(table, capability, nullptr).count > 0;
   if (any) return std::string("CODA_FORCE_ARCH=") + forced + " leaves no kernels for compute capability " + device;
-  return "no kernels were built for compute capability " + device + ", there are some for " + built_for(table);
+  std::string const built = built_for(table);
+  return "no kernels were built for compute capability " + device + (built.empty() ? "" : ", there are some for " + built);
 }
 
 // --- kernels ------------------------------------------------------------------------------------------------------------------------------

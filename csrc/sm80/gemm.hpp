@@ -1,7 +1,8 @@
 // One SM80 kernel: a program, a tile configuration, an operand layout, an element type; and its launch. It runs on compute capability 8.0 and everything
 // newer; on Hopper for tests (CODA_FORCE_ARCH=sm80) and for what no SM90 kernel can take.
 //
-// There is no split along K: a product with few tiles and a long K leaves multiprocessors idle.
+// There is no split along K yet: a product with few tiles and a long K leaves multiprocessors idle. It would be this kernel twice, over a workspace of
+// accumulators: blocks for parts of K that end after the mainloop, then blocks that add the parts in their order and go on with the epilogue.
 #pragma once
 
 #include <cuda_runtime.h>
