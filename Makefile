@@ -5,13 +5,13 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
 # What they mean is in build_support/settings.py. A change of one of them rebuilds.
-export CODA_CUDA CODA_PROGRAMS TORCH_CUDA_ARCH_LIST CUDA_HOME CUTLASS_PATH
+export CODA_CUDA CODA_PROGRAMS TORCH_CUDA_ARCH_LIST CODA_FORCE_ARCH CUDA_HOME CUTLASS_PATH
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/stamps
 SOURCES := setup.py pyproject.toml coda/__init__.py $(shell find csrc build_support third_party -type f -not -name '*.pyc')
 GPU := $(firstword $(wildcard /dev/nvidia[0-9]))
-SETTINGS := $(CODA_CUDA)|$(CODA_PROGRAMS)|$(TORCH_CUDA_ARCH_LIST)|$(CUDA_HOME)|$(CUTLASS_PATH)|$(GPU)
+SETTINGS := $(CODA_CUDA)|$(CODA_PROGRAMS)|$(TORCH_CUDA_ARCH_LIST)|$(CODA_FORCE_ARCH)|$(CUDA_HOME)|$(CUTLASS_PATH)|$(GPU)
 TOOLS_PATH = PATH="$(abspath $(VENV))/bin:$$PATH"
 # CUTLASS comes without its dependencies, see third_party/README.md; pip need not complain about that.
 INSTALL := $(PY) -m pip --disable-pip-version-check --quiet install --no-warn-conflicts
@@ -28,7 +28,7 @@ help:
 	@echo
 	@echo "Settings, such as make test PYTHON=python3.12 CODA_CUDA=0:"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ARGS='...'"
-	@echo "  CODA_CUDA=auto|0|1 CODA_PROGRAMS=a,b TORCH_CUDA_ARCH_LIST=9.0 MAX_JOBS=n CUDA_HOME=folder CUTLASS_PATH=folder"
+	@echo "  CODA_CUDA=auto|0|1 CODA_PROGRAMS=a,b TORCH_CUDA_ARCH_LIST=9.0 CODA_FORCE_ARCH=sm80 MAX_JOBS=n CUDA_HOME=folder CUTLASS_PATH=folder"
 
 train: $(STAMP)/built $(STAMP)/examples
 	@cat $(STAMP)/backend

@@ -243,7 +243,8 @@ struct Device {
       cudaGetLastError();
     }
   }
-  std::string arch() const { return "sm" + std::to_string(properties.major * 10 + properties.minor); }
+  int capability() const { return properties.major * 10 + properties.minor; }
+  std::string arch() const { return "sm" + std::to_string(capability()); }
 };
 
 std::string version(int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); }
@@ -273,13 +274,13 @@ std::vector<KernelInfo const*> kernels_for(Case const& c, Device const& device) 
     }
   } else {
     int const sm_count = device.properties.multiProcessorCount;
-    auto const* best = select_kernel(kernel_table(), c.program->name, c.layout.c_str(), c.dtype.c_str(), g, sm_count, &reason);
+    auto const* best = select_kernel(kernel_table(), archs_for(kernel_table(), device.capability(), nullptr), c.program->name, c.layout.c_str(), c.dtype.c_str(), g, sm_count, &reason);
     if (best != nullptr) chosen.push_back(best);
   }
   if (chosen.empty())
     throw usage("no kernel for " + title(c) + " (N " + std::to_string(g.n) + " of the GEMM): " + reason + "; --list shows what was built");
   for (KernelInfo const* kernel : chosen)
-    if (device.arch() != kernel->arch)
+    if (!has_code(kernel_table(), kernel->arch, device.capability()))
       throw usage(std::string("the kernel ") + kernel->key + " was built for " + kernel->arch + ", but this GPU is " + device.arch() +
                   " (" + device.properties.name + ")");
   return chosen;

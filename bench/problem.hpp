@@ -288,7 +288,6 @@ class Problem {
         }
         case Shape::kSoftmax: return make(4, c.m, Type::kFp32);
         case Shape::kExponentials: return make(c.m, g.n, Type::kFp16);
-        case Shape::kSum: return make(c.m, g.n, Type::kFp32);
         case Shape::kSecondHalf: break;
       }
       throw Error(Error::kFailed, std::string("the slot ") + slot.name + " of " + program.name + " follows no first half");
@@ -373,8 +372,6 @@ class Problem {
 
     void poison() const {
       for (Tensor const& t : sinks) t.buffer.poison();
-      for (std::size_t i = 0; i < program.sinks.size(); ++i)
-        if (program.sinks[i].shape == Shape::kSum) check(cudaMemset(sink(i).buffer.data(), 0, sink(i).buffer.bytes()), "clearing a sum");
       for (Partials const& p : partials) p.buffer.poison();
     }
 

@@ -33,7 +33,6 @@ enum class Shape {
   kSelected,      // the two values that the program gives for that column
   kSoftmax,       // of the two values z and q that it gives: lse(z), the mean of q with the weights exp(z), and the sums of both
   kExponentials,  // of the slot before, fp16; compared as exp(z - lse)
-  kSum,           // fp32, as wide as the GEMM, to which the value is added
   kRowPartial,  // partial sums along a row; what counts is their total, one fp32 number a row
   kColPartial,  // partial sums along a column; likewise, one a column
 };
@@ -186,8 +185,6 @@ inline std::vector<Program> const& programs() {
       row<PlainResidual>("plain_residual", "tn",
                          {{"alpha", Shape::kScalar, 0.75}, bias, {"beta", Shape::kScalar, -1.25}, {"c", Shape::kTile}}, {{"d", Shape::kTile}},
                          [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1] + in[2] * in[3]; }),
-
-      row<Accumulate>("accumulate", "nt", {{"sum", Shape::kSum}}, [](double const* acc, double const*, double* out, Rounding) { out[0] = acc[0]; }),
 
       row<LseSelect>("lse_select", "tn", {rstd, bias, cap}, {picked, softmax}, lse_select),
       row<LseSelectLogits>("lse_select_logits", "tn", {rstd, bias, cap}, {picked, softmax, {"logits", Shape::kTile}}, lse_select),

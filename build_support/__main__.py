@@ -48,7 +48,8 @@ def prepare(args: argparse.Namespace) -> None:
 def kernels(args: argparse.Namespace) -> None:
     archs = settings.parse_archs(os.environ.get("TORCH_CUDA_ARCH_LIST"))
     toolkit, cutlass = settings.find_tools(os.environ)
-    p = Plan(True, "", "", toolkit, cutlass, archs, settings.select_kernels(os.environ, archs))
+    code = settings.select_code(os.environ, archs)
+    p = Plan(True, "", "", toolkit, cutlass, archs, settings.select_kernels(os.environ, code), code)
     for note in p.notes():
         print(note)
     compile_kernels(p, args.memory_limit)

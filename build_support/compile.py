@@ -60,8 +60,11 @@ def list_objects(plan: Plan, folder: pathlib.Path, environ: Mapping[str, str] = 
         arguments = [*FLAGS, *include, *gencode, "-MD", "-MF", f"{output}.d", "-c", str(source), "-o", str(output)]
         return Object(source, output, (*compiler, *arguments))
 
-    reduce = [make(p, [flag for a in plan.archs for flag in a.gencode]) for p in sorted((ROOT / "csrc" / "reduce").glob("*.cu"))]
-    kernels = [make(folder / "src" / f"{k.key}.cu", [f"-gencode={settings.TARGETS[k.arch].gencode}"]) for k in plan.kernels]
+    # What goes with the kernels is compiled to the same PTX.
+    ptx = [c for codes in plan.code.values() for c in codes if c.ptx]
+    flags = dict.fromkeys([flag for a in plan.archs for flag in a.gencode] + settings.kernel_gencode(ptx))
+    reduce = [make(p, flags) for p in sorted((ROOT / "csrc" / "reduce").glob("*.cu"))]
+    kernels = [make(folder / "src" / f"{k.key}.cu", settings.kernel_gencode(plan.code[k.arch])) for k in plan.kernels]
     return reduce + kernels
 
 

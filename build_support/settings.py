@@ -2,7 +2,8 @@
 
     CODA_CUDA               auto (default), 0 or 1: whether the CUDA kernels are built
     CODA_PROGRAMS           comma-separated programs of csrc/kernels.py; default all
-    TORCH_CUDA_ARCH_LIST    such as "9.0" or "8.0;9.0a"; default: the architectures of the manifest
+    TORCH_CUDA_ARCH_LIST    such as "9.0" or "8.0;9.0a"; default: 8.0, 8.6 and 9.0
+    CODA_FORCE_ARCH         sm80 or sm90: kernels of this architecture only. sm80 with 9.0 in the list: compiled for Hopper too, for tests there
     MAX_JOBS                compiler processes at a time
     CUDA_HOME, CUDA_PATH    the CUDA toolkit
     CUTLASS_PATH            see third_party/README.md
@@ -53,19 +54,6 @@ cutlass = _load("coda_cutlass", "third_party/cutlass.py")
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """How the kernels of one manifest architecture are compiled."""
-
-    name: str  # as coda.info() shows it
-    gencode: str
-
-
-# wgmma and TMA multicast need the `a` feature set, whose code runs on this very architecture alone: no PTX, no other -gencode.
-TARGETS = {"sm90": Target("9.0a", "arch=compute_90a,code=sm_90a")}
-CAPABILITIES = {"9.0": "sm90"}  # compute capability -> architecture of the manifest
-
-
-@dataclasses.dataclass(frozen=True)
 class Arch:
     """One entry of TORCH_CUDA_ARCH_LIST."""
 
@@ -74,29 +62,46 @@ class Arch:
 
     @property
     def target(self) -> str | None:
-        """The manifest's name for it, None when it has no kernels of its own."""
-        return CAPABILITIES.get(self.capability)
+        """The architecture of the manifest that it runs, None when there is none."""
+        if self.capability == "9.0":
+            return "sm90"
+        return None if _order(self)[0] < 8 else "sm80"
 
     @property
     def name(self) -> str:
-        return TARGETS[self.target].name if self.target else self.capability
+        return "9.0a" if self.target == "sm90" else self.capability
 
     @property
     def gencode(self) -> list[str]:
         """For code that runs anywhere, such as csrc/reduce."""
-        number = self.capability.replace(".", "")
-        flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
-        if self.ptx:
-            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-        return flags
+        return [_gencode(self.capability)] + ([_gencode(self.capability, ptx=True)] if self.ptx else [])
+
+
+def _gencode(capability: str, ptx: bool = False, virtual: str = "") -> str:
+    number = capability.replace(".", "")
+    return f"-gencode=arch=compute_{(virtual or capability).replace('.', '')},code={'compute' if ptx else 'sm'}_{number}"
+
+
+def kernel_code(arch: str, archs: Iterable[Arch]) -> list:
+    """What the kernels of one architecture of the manifest are compiled to, for the entries of TORCH_CUDA_ARCH_LIST that run them."""
+    if arch == "sm90":
+        return list(manifest.CODE["sm90"])
+    # 8.7 and 8.9 run the code for 8.6, and whatever is newer than 8.0 can compile its PTX.
+    capabilities = ["8.6" if a.capability in ("8.7", "8.9") else a.capability for a in archs]
+    return [manifest.Code(arch, c) for c in dict.fromkeys(capabilities)] + [manifest.Code(arch, "8.0", ptx=True)]
+
+
+def kernel_gencode(code: Iterable) -> list[str]:
+    # wgmma and TMA multicast need the `a` feature set.
+    flags = [_gencode(c.capability + "a", virtual="9.0a") if c.arch == "sm90" else _gencode(c.capability, c.ptx) for c in code]
+    return flags
 
 
 def parse_archs(text: str | None) -> list[Arch]:
-    """TORCH_CUDA_ARCH_LIST, separated by ';', ',' or spaces. Sorted, each once; all of the manifest's when there is no list."""
+    """TORCH_CUDA_ARCH_LIST, separated by ';', ',' or spaces. Sorted, each once; those that kernels exist for when there is no list."""
     entries = re.split(r"[;,\s]+", (text or "").strip(";, \t\n"))
     if entries == [""]:
-        targets = {k.arch for k in manifest.manifest()}
-        return sorted((Arch(c) for c, t in CAPABILITIES.items() if t in targets), key=_order)
+        return [Arch(c.capability) for c in (*manifest.CODE["sm80"], *manifest.CODE["sm90"]) if not c.ptx]
     archs: dict[str, Arch] = {}
     for entry in entries:
         match = re.fullmatch(r"(\d+\.\d)[af]?(\+PTX)?", entry, re.IGNORECASE)
@@ -263,6 +268,7 @@ class Plan:
     cutlass: object | None = None
     archs: list[Arch] = dataclasses.field(default_factory=list)
     kernels: list = dataclasses.field(default_factory=list)
+    code: dict[str, list] = dataclasses.field(default_factory=dict)  # of each architecture of the manifest, see kernel_code
 
     @property
     def programs(self) -> list[str]:
@@ -279,9 +285,8 @@ class Plan:
         without = [a.name for a in self.archs if a.target is None]
         if not without:
             return []
-        have = ", ".join(t.name for t in TARGETS.values())
         names = ", ".join(without)
-        return [f"coda: note: no GEMM kernels exist for {names} (only for {have}); the reductions are compiled for it all the same."]
+        return [f"coda: note: no GEMM kernels exist for {names} (only for 8.0 and newer); the reductions are compiled for it all the same."]
 
 
 def find_tools(environ: Mapping[str, str]) -> tuple[Toolkit, object]:
@@ -298,10 +303,20 @@ def _find_cutlass(environ: Mapping[str, str]) -> object:
         raise BuildError(str(e), "cutlass-version") from None
 
 
-def select_kernels(environ: Mapping[str, str], archs: Iterable[Arch]) -> list:
-    targets = {a.target for a in archs}
+def select_code(environ: Mapping[str, str], archs: Iterable[Arch]) -> dict[str, list]:
+    """The architectures of the manifest to build, and what each is compiled to."""
+    forced, archs = environ.get("CODA_FORCE_ARCH") or None, list(archs)
+    if forced not in (None, *manifest.CODE):
+        raise BuildError(f"CODA_FORCE_ARCH={forced} is none of {', '.join(sorted(manifest.CODE))}.")
+    # Only when told to, an SM90 device gets machine code for the kernels of another architecture.
+    runs = lambda a, arch: a.target == arch or (a.target == "sm90" and arch == forced)
+    wanted = {arch: [a for a in archs if runs(a, arch)] for arch in manifest.CODE if forced in (None, arch)}
+    return {arch: kernel_code(arch, entries) for arch, entries in wanted.items() if entries}
+
+
+def select_kernels(environ: Mapping[str, str], code: Mapping[str, list]) -> list:
     try:
-        return [k for k in manifest.select(manifest.manifest(), environ.get("CODA_PROGRAMS")) if k.arch in targets]
+        return [k for k in manifest.select(manifest.manifest(), environ.get("CODA_PROGRAMS")) if k.arch in code]
     except ValueError as e:
         raise BuildError(f"CODA_PROGRAMS: {e}.") from None
 
@@ -312,7 +327,8 @@ def make_plan(environ: Mapping[str, str], torch: Torch | None) -> Plan:
     if mode not in ("auto", "0", "1"):
         raise BuildError(f"CODA_CUDA={mode} is none of auto, 0 and 1.")
     archs = parse_archs(environ.get("TORCH_CUDA_ARCH_LIST"))
-    kernels = select_kernels(environ, archs)
+    code = select_code(environ, archs)
+    kernels = select_kernels(environ, code)
     if mode == "0":
         return Plan(False, "CODA_CUDA=0 leaves the CUDA kernels out.")
     try:
@@ -332,4 +348,4 @@ def make_plan(environ: Mapping[str, str], torch: Torch | None) -> Plan:
             raise BuildError(f"CODA_CUDA=1: {e}", e.missing) from None
         return Plan(False, str(e), e.missing)
     why = "CODA_CUDA=1 asks for them." if mode == "1" else "A GPU, a matching nvcc and CUTLASS were found."
-    return Plan(True, why, "", toolkit, headers, archs, kernels)
+    return Plan(True, why, "", toolkit, headers, archs, kernels, code)

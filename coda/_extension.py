@@ -45,16 +45,16 @@ def _backend() -> str:
         return f"CPU back end: {_build.get('cuda_reason', 'built without CUDA')}"
     if not torch.cuda.is_available():
         return "CPU back end: the kernels are built, but torch sees no GPU"
-    capability = torch.cuda.get_device_capability()
-    if capability[0] != 9:
-        return f"torch operators on the GPU: its compute capability is {capability[0]}.{capability[1]}, kernels were built for 9.0"
-    return f"SM90 kernels on {torch.cuda.get_device_name()}; tensors on the CPU use the CPU back end"
+    arch, why = _C.arch_for(*torch.cuda.get_device_capability())
+    if arch is None:
+        return f"torch operators on the GPU: {why}"
+    return f"{arch.upper()} kernels on {torch.cuda.get_device_name()}; tensors on the CPU use the CPU back end"
 
 
 def backend_of_last_call() -> str:
     """What ran the last operator of this process, forward or backward.
 
-    ``"cpu"``; ``"sm90:<key>+<key>..."`` with the kernels in order (``library`` is torch's own GEMM, used where no program is involved and
+    ``"cpu"``; ``"sm90:<key>+<key>..."`` or ``"sm80:..."`` with the kernels in order (``library`` is torch's own GEMM, used where no program is involved and
     it measured faster); or ``"eager:<reason>"`` where no kernel exists, which ``CODA_STRICT=1`` turns into an error.
     """
     return _C.last_call()

@@ -1,4 +1,4 @@
-"""Times every program beside torch on a Hopper GPU.
+"""Times every program beside torch. CODA_FORCE_ARCH=sm80 measures the SM80 kernels on a Hopper GPU.
 
     python -m coda.bench                                        every program at the presets 1b and 8b
     python -m coda.bench --presets 70b --programs dswiglu       some of them
@@ -91,7 +91,6 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = 
     chunk = x[:2048]
     head, labels = new(preset.vocabulary, d, scale=d**-0.5), torch.arange(chunk.shape[0], device=device) * 31 % preset.vocabulary
     logits, lse, factors = new(chunk.shape[0], preset.vocabulary), torch.full((chunk.shape[0],), 12.0, device=device), torch.ones(3, chunk.shape[0], device=device)
-    dhead, dhead_sum = torch.empty_like(head), torch.zeros_like(head, dtype=torch.float32)
     select = lambda store: ops.lse_select(chunk, None, head, None, labels, 0.0, False, False, store, chunk.shape[0])
     chunk_logits = lambda: torch.mm(chunk, head.t(), out=logits)
     loss = lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t, reduction="none")
@@ -167,7 +166,6 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = 
         Problem("lse_select_logits", "head", "tn", lambda: select("logits"), chunk_logits),
         Problem("lse_select_exponentials", "head", "tn", lambda: select("exponentials"), chunk_logits),
         Problem("dlogits", "head", "tn", lambda: ops.dlogits(chunk, None, head, None, labels, lse, factors, 0.0, False), chunk_logits),
-        Problem("accumulate", "head wgrad", "nt", lambda: ops.gemm_accumulate_(dhead_sum, logits.t(), chunk), lambda: torch.mm(logits.t(), chunk, out=dhead)),
         Problem("plain", "gate-up", "tn", lambda: ops.gemm(x, w.t()), gate_up),
         Problem("plain", "gate-up dgrad", "nn", lambda: ops.gemm(z, w), lambda: torch.mm(z, w, out=one)),
         Problem("plain", "gate-up wgrad", "nt", lambda: ops.gemm(z.t(), x), lambda: torch.mm(z.t(), x, out=dw)),
@@ -270,9 +268,11 @@ def in_random_turns(candidates: list[Callable[[], None]], rounds: int, seed: int
 def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> list[dict]:
     keys: list[str | None] = [None]
     if args.all_kernels or problem.program == "plain":
-        keys = [k["key"] for k in _C.kernels() if (k["program"], k["layout"], k["dtype"]) == (problem.program, problem.layout, args.dtype)]
-    if problem.program in ("rstd_rope", "rstd_qknorm_rope"):
-        keys = [key for key in keys if key is None or key.endswith(f"_r{PRESETS[preset].head_dim}")]  # the others are for other heads
+        arch, _ = _C.arch_for(*torch.cuda.get_device_capability())
+        wanted = (arch, problem.program, problem.layout, args.dtype)
+        keys = [k["key"] for k in _C.kernels() if (k["arch"], k["program"], k["layout"], k["dtype"]) == wanted]
+        if arch == "sm90" and problem.program in ("rstd_rope", "rstd_qknorm_rope"):
+            keys = [key for key in keys if key.endswith(f"_r{PRESETS[preset].head_dim}")]  # the others are for other heads
     schedules = [(s, r) for s in (1, 2, 4, 8) for r in (1, 2)] if args.schedules else [(0, 0)]
     settings = [(key, *schedule) for key in keys for schedule in schedules]
     times: dict[Any, list[float]] = {setting: [] for setting in settings}
@@ -345,8 +345,8 @@ def main() -> None:
     parser.add_argument("--schedules", action="store_true", help="also every swizzle and raster order")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results")
     args = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        parser.error(f"this needs a GPU of compute capability 9.0 ({coda.info()['backend']})")
+    if not torch.cuda.is_available() or _C.arch_for(*torch.cuda.get_device_capability())[0] is None:
+        parser.error(f"this needs a GPU that kernels were built for ({coda.info()['backend']})")
     wanted = [p for p in args.programs.split(",") if p]
     unknown = [p for p in wanted if p not in {k["program"] for k in _C.kernels()}]
     if unknown:

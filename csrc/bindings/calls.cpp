@@ -86,7 +86,7 @@ at::Tensor gemm(GemmCall const& call) {
   // Nothing in the epilogue: the library, which measured about as fast in every layout (bench/results/plain.json) and takes any operand.
   // A residual it would copy into the output first, a pass that our epilogue does not need.
   if (!call.a.is_cpu() && forced_kernel("plain").empty() && !has_bias && !has_source && call.alpha == 1) {
-    note("sm90", "library");
+    note(cuda::arch(), "library");
     return at::mm(call.a, call.b);
   }
   at::Tensor const out = empty_rows(call.a, call.b.size(1));
@@ -100,20 +100,18 @@ at::Tensor gemm(GemmCall const& call) {
   return out;
 }
 
+// The library: for a product with K = 2048 and a sum of 128256 x 4096 it takes 1.19 of torch.mm, a program that read and wrote the sum in its epilogue took 1.25.
 void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b, bool add) {
-  bool const kernels = !use_eager(a);
-  if (kernels && !a.is_cpu() && a.numel() != 0 && b.numel() != 0 && cuda::accumulates(out, a, b)) {
-    Launch launch{"accumulate", a, b.t(), {}, {}, {out}};
-    launch.replaces = !add;
-    return run<Accumulate>(launch);
-  }
-  if (kernels) note(a.is_cpu() ? "cpu" : "sm90", a.is_cpu() ? "" : "library");
-  if (!add) out.zero_();
-  if (a.numel() == 0 || b.numel() == 0) return;
-  if (a.is_cpu() || a.scalar_type() == at::kDouble || a.scalar_type() == at::kFloat) {
+  if (!use_eager(a)) note(a.is_cpu() ? "cpu" : cuda::arch(), a.is_cpu() ? "" : "library");
+  bool const empty = a.numel() == 0 || b.numel() == 0, sixteen = a.scalar_type() == at::kHalf || a.scalar_type() == at::kBFloat16;
+  if (!add && (empty || a.is_cpu() || !sixteen)) out.zero_();
+  if (empty) return;
+  if (a.is_cpu() || !sixteen) {
     out.add_(at::mm(a.to(statistics_type(a)), b.to(statistics_type(a))));
-  } else {
+  } else if (add) {
     at::addmm_out(out, out, a, b, at::kFloat);
+  } else {
+    at::mm_out(out, a, b, at::kFloat);
   }
 }
 

@@ -1,5 +1,5 @@
 // What the operators are made of. Each function checks nothing: operators.cpp has checked. Each takes 2-D tensors of any strides and
-// runs on the device of its first tensor, by the CPU back end, an SM90 kernel, or, where no kernel was built for the dtype or the device,
+// runs on the device of its first tensor, by the CPU back end, a kernel, or, where no kernel was built for the dtype or the device,
 // by plain torch operators (eager.cpp). Formulas are with the programs (csrc/programs).
 #pragma once
 
@@ -197,6 +197,8 @@ namespace cuda {
 
 // Why tensors like `t` have no kernels here; empty if they have.
 std::string unsupported(at::Tensor const& t);
+// The architecture whose kernels the current device runs, "sm90" or "sm80".
+char const* arch();
 // The kernels that are not GEMMs (csrc/reduce). Partials are [tiles, >= m] or [groups, >= n].
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);
 at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps);
@@ -206,8 +208,6 @@ at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType
 void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics);
 at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors,
                                 at::Tensor const& target, OptionalTensor const& rstd, std::int64_t classes, double cap, bool want_dbias);
-// Whether the kernel for out += a b takes these operands, and should.
-bool accumulates(at::Tensor const& out, at::Tensor const& a, at::Tensor const& b);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised);
 LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias);
 // (rstd, mean) of the partial sums of x^2 and x, and (correction, offset) of those of dy (y - v) and dy u.
@@ -229,7 +229,7 @@ bool has_rope_kernel(char const* program, RopeArguments const& rope, at::ScalarT
 }  // namespace cuda
 
 // --- what ran -----------------------------------------------------------------------------------------------------------------------
-// The back end and the kernels of the last public call in this process, "sm90:key+key", "cpu" or "eager:<reason>".
+// The back end and the kernels of the last public call in this process, "sm90:key+key" (or sm80), "cpu" or "eager:<reason>".
 void begin_call();                            // at the start of every operator
 void note(char const* backend, std::string const& what);
 void note_eager(std::string const& reason);  // raises under CODA_STRICT=1
@@ -240,6 +240,8 @@ std::int64_t launch_count();
 // Forces the kernel of a program until undone with an empty key; for tests and tuning. Raises for an unknown key, naming near misses.
 void force_kernel(std::string const& program, std::string const& key);
 std::string forced_kernel(std::string const& program);
+// CODA_FORCE_ARCH: the one architecture whose kernels may run, for tests; null or empty if any may.
+char const* forced_arch();
 // Overrides the scheduler's swizzle and raster (0: the kernel's own).
 void force_schedule(int swizzle, int raster);
 

@@ -32,6 +32,7 @@ char const* const kNoCuda = "this build of coda has no CUDA kernels (see coda.in
 [[noreturn]] void no_cuda() { TORCH_CHECK(false, kNoCuda); }
 }  // namespace
 std::string unsupported(at::Tensor const&) { return kNoCuda; }
+char const* arch() { no_cuda(); }
 // calls.cpp asks `unsupported` first, so nothing below is reached.
 void run(Kinds const&, Launch&) { no_cuda(); }
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const&, OptionalTensor const&, double) { no_cuda(); }
@@ -59,7 +60,6 @@ at::Tensor exponential_gradient(at::Tensor const&, at::Tensor const&, at::Tensor
                                 std::int64_t, double, bool) {
   no_cuda();
 }
-bool accumulates(at::Tensor const&, at::Tensor const&, at::Tensor const&) { no_cuda(); }
 bool can_norm_heads(RopeArguments const&) { no_cuda(); }
 bool has_rope_kernel(char const*, RopeArguments const&, at::ScalarType) { no_cuda(); }
 #else
@@ -95,11 +95,18 @@ char const* dtype_name(at::ScalarType t) { return t == at::kBFloat16 ? "bf16" : 
 
 }  // namespace
 
+namespace {
+Archs archs() {
+  Device const& device = current_device();
+  return archs_for(kernel_table(), 10 * device.major + device.minor, forced_arch());
+}
+}  // namespace
+
+char const* arch() { return archs().names[0]; }
+
 std::string unsupported(at::Tensor const& t) {
   Device const& device = current_device();
-  if (device.major != 9)
-    return "no kernels were built for compute capability " + std::to_string(device.major) + "." + std::to_string(device.minor) +
-           ", there are some for 9.0";
+  if (std::string const why = why_no_archs(kernel_table(), 10 * device.major + device.minor, forced_arch()); !why.empty()) return why;
   if (!dtype_name(t.scalar_type())) return std::string("no CUDA kernels for ") + c10::toString(t.scalar_type());
   return {};
 }
@@ -149,7 +156,7 @@ KernelInfo const& pick(char const* program, char const* layout, at::ScalarType d
     }
   }
   char const* reason = nullptr;
-  KernelInfo const* kernel = select_kernel(table, program, layout, dtype_name(dtype), g, current_device().sm_count, &reason);
+  KernelInfo const* kernel = select_kernel(table, archs(), program, layout, dtype_name(dtype), g, current_device().sm_count, &reason);
   TORCH_CHECK(kernel != nullptr, "no kernel ", program, "_", layout, "_", dtype_name(dtype), " can run M ", g.m, ", N ", g.n, ", K ", g.k, ": ",
               reason);
   return *kernel;
@@ -159,12 +166,15 @@ KernelInfo const& pick(char const* program, char const* layout, at::ScalarType d
 std::string choose_layout(char const* program, char const* dtype, bool a_transposed, bool b_transposed) {
   std::string const wanted = a_transposed && b_transposed ? "nt" : b_transposed ? "nn" : "tn";
   KernelTable const table = kernel_table();
+  Archs const candidates = archs();
   std::string any;
-  for (int i = 0; i < table.count; ++i) {
-    KernelInfo const& k = *table.kernels[i];
-    if (std::strcmp(k.program, program) || std::strcmp(k.dtype, dtype)) continue;
-    if (wanted == k.layout) return wanted;
-    if (any.empty()) any = k.layout;
+  for (int a = 0; a < candidates.count; ++a) {
+    for (int i = 0; i < table.count; ++i) {
+      KernelInfo const& k = *table.kernels[i];
+      if (std::strcmp(k.arch, candidates.names[a]) || std::strcmp(k.program, program) || std::strcmp(k.dtype, dtype)) continue;
+      if (wanted == k.layout) return wanted;
+      if (any.empty()) any = k.layout;
+    }
   }
   TORCH_CHECK(!any.empty(), "no kernel of program ", program, " was built for ", dtype);
   return any;
@@ -186,7 +196,7 @@ void run_pointwise(Kinds const& kinds, Launch& call) {
   g.a.data = a.data_ptr(), g.a.ld = a.stride(0);
   g.stream = current_stream();
   check(reduce::pointwise(call.program, reduce_type(call.a.scalar_type()), g), call.program);
-  note("sm90", call.program);
+  note(arch(), call.program);
 }
 
 // A vector of one value a column, padded to n8 columns (in each half).
@@ -281,7 +291,6 @@ void run(Kinds const& kinds, Launch& call) {
     if (!t.defined()) continue;
     // What a thread stores by itself, where it belongs.
     if (kinds.sinks[i] == Kind::kSelect) bind_softmax(Kind::kSelect, call, t, n, g.sinks[i], alive);
-    if (kinds.sinks[i] == Kind::kAdd) g.sinks[i] = {t.data_ptr(), t.stride(0), 0, call.replaces ? 1.0 : 0.0};
     if (kinds.sinks[i] != Kind::kTile && kinds.sinks[i] != Kind::kHalfTile && kinds.sinks[i] != Kind::kExponentials) continue;
     int const parts = halves && kinds.sinks[i] == Kind::kTile ? 2 : 1;
     at::Tensor out = t;
@@ -312,16 +321,18 @@ void run(Kinds const& kinds, Launch& call) {
   g.swizzle = forced_swizzle;
   g.raster = forced_raster;
   check(kernel.launch(g), kernel.key);
-  note("sm90", kernel.key);
+  note(kernel.arch, kernel.key);
   for (auto const& [from, to] : copy_back) to.copy_(from);
 }
 
 bool has_rope_kernel(char const* program, RopeArguments const& rope, at::ScalarType dtype) {
   KernelTable const table = kernel_table();
-  for (int i = 0; i < table.count; ++i)
-    if (!std::strcmp(table.kernels[i]->program, program) && table.kernels[i]->head_halves == rope.rotary_dim() &&
-        !std::strcmp(table.kernels[i]->dtype, dtype_name(dtype)))
-      return true;
+  std::string const key = forced_kernel(program);
+  for (int i = 0; i < table.count; ++i) {
+    KernelInfo const& k = *table.kernels[i];
+    if (std::strcmp(k.program, program) || std::strcmp(k.dtype, dtype_name(dtype)) || !turns(k, rope.rotary_dim())) continue;
+    if (key.empty() ? !std::strcmp(k.arch, arch()) : key == k.key) return true;
+  }
   return false;
 }
 
@@ -346,7 +357,7 @@ std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x_, OptionalTenso
   args.rstd = rstd.data_ptr<float>();
   args.eps = float(eps);
   check(reduce::row_stats(args, current_stream()), "row_stats");
-  note("sm90", "row_stats");
+  note(arch(), "row_stats");
   return {h, rstd};
 }
 
@@ -385,7 +396,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x_,
   args.eps = float(eps);
   args.normalised = normalised;
   check(reduce::layer_stats(args, current_stream()), "layer_stats");
-  note("sm90", "layer_stats");
+  note(arch(), "layer_stats");
   return {h, rstd, mean};
 }
 
@@ -398,7 +409,7 @@ LayerVectors layer_vectors(at::Tensor const& w_, LayerNorm const& norm, Optional
                                data(weights.beta), data(bias), u.data_ptr<float>(), v.data_ptr<float>()},
                               current_stream()),
         "layer_vectors");
-  note("sm90", "layer_vectors");
+  note(arch(), "layer_vectors");
   return {u, v};
 }
 
@@ -410,7 +421,7 @@ std::tuple<at::Tensor, at::Tensor> moments_from_partials(at::Tensor const& squar
                               squares.size(0), m, nullptr, float(width), float(eps), rstd.data_ptr<float>(), mean.data_ptr<float>()},
                              current_stream()),
         "finish_layer");
-  note("sm90", "moments_from_partials");
+  note(arch(), "moments_from_partials");
   return {rstd, mean};
 }
 
@@ -422,7 +433,7 @@ std::tuple<at::Tensor, at::Tensor> layer_correction_from_partials(at::Tensor con
                               dots.size(0), m, rstd.const_data_ptr<float>(), float(width), 0, correction.data_ptr<float>(), offset.data_ptr<float>()},
                              current_stream()),
         "finish_layer");
-  note("sm90", "layer_correction_from_partials");
+  note(arch(), "layer_correction_from_partials");
   return {correction, offset};
 }
 
@@ -433,7 +444,7 @@ at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::i
                              float(eps), out.data_ptr<float>()},
                             current_stream()),
         "finish_rows");
-  note("sm90", "rstd_from_partials");
+  note(arch(), "rstd_from_partials");
   return out;
 }
 
@@ -444,7 +455,7 @@ at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, 
                              rstd.defined() ? rstd.const_data_ptr<float>() : nullptr, float(width), 0, out.data_ptr<float>()},
                             current_stream()),
         "finish_rows");
-  note("sm90", "correction_from_partials");
+  note(arch(), "correction_from_partials");
   return out;
 }
 
@@ -453,7 +464,7 @@ at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType
   if (n == 0) return out;
   check(reduce::sum_groups(partials.const_data_ptr<float>(), partials.stride(0), partials.size(0), n, reduce_type(dtype), out.data_ptr(), current_stream()),
         "sum_groups");
-  note("sm90", "sum_groups");
+  note(arch(), "sum_groups");
   return out;
 }
 
@@ -484,20 +495,6 @@ at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& refe
         "exponential_gradient");
   note("sm90", "exponential_gradient");
   return want_dbias ? sum_groups(partials, classes, at::kFloat) : at::Tensor();
-}
-
-// From this K on the library's product hides most of what reading and writing the sum costs.
-constexpr std::int64_t kLongAccumulation = 8192;
-
-bool accumulates(at::Tensor const& out, at::Tensor const& a, at::Tensor const& b) {
-  KernelTable const table = kernel_table();
-  bool const built = std::any_of(table.kernels, table.kernels + table.count, [&](KernelInfo const* k) {
-    return !std::strcmp(k->program, "accumulate") && !std::strcmp(k->dtype, dtype_name(a.scalar_type()));
-  });
-  bool const in_place = out.stride(1) == 1 && out.stride(0) % 2 == 0 && out.stride(0) >= out.size(1) &&
-                        reinterpret_cast<std::uintptr_t>(out.data_ptr()) % 8 == 0;
-  if (!built || !in_place || a.size(1) % kAlignment != 0 || !readable(a, 0) || !readable(b, 1)) return false;
-  return a.size(1) < kLongAccumulation || !forced_kernel("accumulate").empty();
 }
 
 namespace {
@@ -577,7 +574,7 @@ ActivationGradient rope_backward(at::Tensor const& dq, at::Tensor const& dk, at:
   reduce::Rope r = rope_arguments(y, rope, alive);
   set_backward(r, dq, dk, dv, rstd, bias, width, result, alive);
   check(reduce::rope_backward(r, current_stream()), "rope_backward");
-  note("sm90", "rope_backward");
+  note(arch(), "rope_backward");
   if (get(bias)) result.dbias = sum_groups(result.dbias, r.n, get(bias)->scalar_type());
   return result;
 }
@@ -592,7 +589,7 @@ at::Tensor qknorm_rope(at::Tensor const& product, RopeArguments const& rope, QkN
   set_norm(r, product, rope, norm, alive);
   r.out = out.data_ptr(), r.out_ld = out.stride(0);
   check(reduce::qk_norm_rope(r, current_stream()), "qk_norm_rope");
-  note("sm90", "qk_norm_rope");
+  note(arch(), "qk_norm_rope");
   return out;
 }
 
@@ -614,7 +611,7 @@ QkNormGradient qknorm_rope_backward(at::Tensor const& dq, at::Tensor const& dk, 
   at::Tensor const partials = at::empty({ceil_div(r.m, reduce::kBiasRows), 2 * rope.head_dim}, y.options().dtype(at::kFloat));
   r.gamma_partials = partials.data_ptr<float>();
   check(reduce::qk_norm_rope_backward(r, current_stream()), "qk_norm_rope_backward");
-  note("sm90", "qk_norm_rope_backward");
+  note(arch(), "qk_norm_rope_backward");
   at::Tensor const both = sum_groups(partials, 2 * rope.head_dim, norm.q.scalar_type());
   // No output of an operator may be a view of another.
   result.dq_norm = both.narrow(0, 0, rope.head_dim), result.dk_norm = both.narrow(0, rope.head_dim, rope.head_dim).clone();
@@ -628,7 +625,7 @@ void rope_in_place(at::Tensor const& y, RopeArguments const& rope) {
   reduce::Rope r = rope_arguments(y, rope, alive);
   r.out = y.data_ptr(), r.out_ld = y.stride(0);
   check(reduce::rope_in_place(r, current_stream()), "rope");
-  note("sm90", "rope");
+  note(arch(), "rope");
 }
 #endif
 

@@ -40,7 +40,6 @@ struct Launch {
   std::vector<at::Tensor> sinks;
   Rotation rotation = {};
   at::Tensor positions = {};  // int32 or int64 [M], if rotation goes by positions
-  bool replaces = false;  // what a TileAdd finds
   // For RowSoftmax, whose sink becomes its planes of partials, [planes, tiles, >= M]; and int64 [M] for RowSelect, whose sink is [2, M].
   int planes = 0;
   at::Tensor references = {}, target = {};
@@ -48,7 +47,7 @@ struct Launch {
 
 enum class Kind {
   kScalar, kRowVector, kHeadVector, kColVector, kTable, kColumnIs,             // loads
-  kTile, kHalfTile, kExponentials, kAdd, kRowPartial, kColPartial, kSoftmax, kSelect  // sinks; kTile is both
+  kTile, kHalfTile, kExponentials, kRowPartial, kColPartial, kSoftmax, kSelect  // sinks; kTile is both
 };
 
 struct Kinds {
@@ -84,7 +83,6 @@ constexpr Kind kind(ColumnIs) { return Kind::kColumnIs; }
 constexpr Kind kind(RowSoftmax) { return Kind::kSoftmax; }
 constexpr Kind kind(Exponentials) { return Kind::kExponentials; }
 constexpr Kind kind(RowSelect) { return Kind::kSelect; }
-constexpr Kind kind(TileAdd) { return Kind::kAdd; }
 
 template <class... Ts>
 std::vector<Kind> kinds(List<Ts...>) {
@@ -100,7 +98,7 @@ Kinds const& kinds_of() {
 }
 
 namespace cuda {
-// Runs `call` with an SM90 kernel, or without a product by csrc/reduce's row kernel.
+// Runs `call` with a kernel, or without a product by csrc/reduce's row kernel.
 void run(Kinds const& kinds, Launch& call);
 }  // namespace cuda
 

@@ -72,4 +72,6 @@ std::string forced_kernel(std::string const& program) {
   return it == forced.end() ? std::string() : it->second;
 }
 
+char const* forced_arch() { return std::getenv("CODA_FORCE_ARCH"); }
+
 }  // namespace coda::bindings

@@ -1,9 +1,10 @@
-// Which compiled kernel runs a call: a filter (can it?), then a ranking (how long would it take?). Free of torch and of the driver, so
-// that it can be tested without a GPU.
+// Which compiled kernel runs a call: the architecture, by what the device can run; then a filter (can it?) and a ranking (how long would it take?). Free of
+// torch and of the driver, so that it can be tested without a GPU.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "coda/params.h"
 #include "coda/registry.h"
@@ -19,6 +20,64 @@ constexpr std::int64_t kBaseAlignment = 16;                  // bytes
 constexpr std::int64_t kMaxPairStride = (std::int64_t(1) << 40) / 2;  // elements: a TMA stride is below 2^40 bytes
 constexpr std::int64_t kMaxExtent = (std::int64_t(1) << 31) - 1;
 
+// --- architectures ------------------------------------------------------------------------------------------------------------------------
+// Machine code runs on its own major version, from its minor version on; PTX is compiled by the driver of any newer device.
+inline bool has_code(KernelTable table, char const* arch, int capability) {
+  for (int i = 0; i < table.code_count; ++i) {
+    CodeInfo const& code = table.code[i];
+    if (std::strcmp(code.arch, arch) || code.capability > capability) continue;
+    if (code.ptx || code.capability / 10 == capability / 10) return true;
+  }
+  return false;
+}
+
+// The architectures whose kernels a device of this compute capability (10 major + minor) runs, the best first. `forced` (null or empty: none) leaves
+// one of them.
+struct Archs {
+  char const* names[2] = {};
+  int count = 0;
+};
+inline Archs archs_for(KernelTable table, int capability, char const* forced) {
+  Archs archs;
+  for (char const* arch : {"sm90", "sm80"}) {
+    if (forced != nullptr && *forced != 0 && std::strcmp(forced, arch)) continue;
+    if (!std::strcmp(arch, "sm90") && capability != 90) continue;
+    if (has_code(table, arch, capability)) archs.names[archs.count++] = arch;
+  }
+  return archs;
+}
+
+// Such as "9.0, 8.0, 8.6 and PTX for 8.0 and newer".
+inline std::string built_for(KernelTable table) {
+  auto const number = [](int capability) { return std::to_string(capability / 10) + "." + std::to_string(capability % 10); };
+  std::string cubins, ptx;
+  for (int i = 0; i < table.code_count; ++i) {
+    if (table.code[i].ptx) {
+      ptx = "PTX for " + number(table.code[i].capability) + " and newer";
+    } else {
+      cubins += (cubins.empty() ? "" : ", ") + number(table.code[i].capability);
+    }
+  }
+  return cubins + (cubins.empty() || ptx.empty() ? "" : " and ") + ptx;
+}
+
+// Why a device runs no kernels; empty if it runs some.
+inline std::string why_no_archs(KernelTable table, int capability, char const* forced) {
+  if (archs_for(table, capability, forced).count > 0) return {};
+  std::string const device = std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+  bool const any = archs_for(table, capability, nullptr).count > 0;
+  if (any) return std::string("CODA_FORCE_ARCH=") + forced + " leaves no kernels for compute capability " + device;
+  std::string const built = built_for(table);
+  return "no kernels were built for compute capability " + device + (built.empty() ? "" : ", there are some for " + built);
+}
+
+// --- kernels ------------------------------------------------------------------------------------------------------------------------------
+// Whether a program over the halves of heads can turn so many columns.
+inline bool turns(KernelInfo const& kernel, std::int64_t rotary_dim) {
+  if (kernel.heads_within != 0) return rotary_dim > 0 && rotary_dim % 16 == 0 && kernel.heads_within % rotary_dim == 0;
+  return kernel.head_halves == rotary_dim;
+}
+
 // Null if `kernel` can run `g`, else the reason.
 inline char const* why_not(KernelInfo const& kernel, GemmArguments const& g) {
   auto const aligned = [](Resource const& r) {
@@ -32,8 +91,8 @@ inline char const* why_not(KernelInfo const& kernel, GemmArguments const& g) {
   if ((nt ? g.m : g.k) % kAlignment != 0) return nt ? "M must be a multiple of 8" : "K must be a multiple of 8";
   if (!tn && g.n % kAlignment != 0) return "N must be a multiple of 8";
   if (g.n % (kernel.halves * kAlignment) != 0) return kernel.halves == 2 ? "N/2 must be a multiple of 8" : "N must be a multiple of 8";
-  if (kernel.head_halves != 0 && kernel.head_halves != g.rotation.rotary_dim) return "it was built for another rotary dimension";
-  if (kernel.whole_heads && kernel.head_halves != g.rotation.head_dim) return "it was built for another width of heads";
+  if ((kernel.head_halves != 0 || kernel.heads_within != 0) && !turns(kernel, g.rotation.rotary_dim)) return "it was built for another rotary dimension";
+  if (kernel.whole_heads && g.rotation.rotary_dim != g.rotation.head_dim) return "it was built for another width of heads";
   if (kernel.halves == 2 && (g.b.pair_stride <= 0 || g.b.pair_stride % kAlignment != 0 || g.b.pair_stride >= kMaxPairStride))
     return "the second half of B must lie behind the first one by a multiple of 16 bytes, less than 2^40";
   return nullptr;
@@ -45,23 +104,28 @@ inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, std
   return double(ceil_div(tiles, sm_count)) * kernel.tile_m * kernel.tile_n / kernel.rate * (k < kernel.min_k ? 1.1 : 1);
 }
 
-// The cheapest kernel of (program, layout, dtype) that can run `g`; null, and the reason of the last refusal, if there is none.
-inline KernelInfo const* select_kernel(KernelTable table, char const* program, char const* layout, char const* dtype, GemmArguments const& g,
-                                       int sm_count, char const** reason) {
-  KernelInfo const* best = nullptr;
-  double best_cost = 0;
+// The cheapest kernel of (program, layout, dtype) that can run `g`, of the first architecture that has one; null, and the reason of the last refusal, if
+// there is none.
+inline KernelInfo const* select_kernel(KernelTable table, Archs const& archs, char const* program, char const* layout, char const* dtype,
+                                       GemmArguments const& g, int sm_count, char const** reason) {
   *reason = "no such kernel was built";
-  for (int i = 0; i < table.count; ++i) {
-    KernelInfo const& kernel = *table.kernels[i];
-    if (std::strcmp(kernel.program, program) || std::strcmp(kernel.layout, layout) || std::strcmp(kernel.dtype, dtype)) continue;
-    if (char const* why = why_not(kernel, g)) {
-      *reason = why;
-      continue;
+  for (int a = 0; a < archs.count; ++a) {
+    KernelInfo const* best = nullptr;
+    double best_cost = 0;
+    for (int i = 0; i < table.count; ++i) {
+      KernelInfo const& kernel = *table.kernels[i];
+      if (std::strcmp(kernel.arch, archs.names[a]) || std::strcmp(kernel.program, program)) continue;
+      if (std::strcmp(kernel.layout, layout) || std::strcmp(kernel.dtype, dtype)) continue;
+      if (char const* why = why_not(kernel, g)) {
+        *reason = why;
+        continue;
+      }
+      double const c = cost(kernel, g.m, g.n, g.k, sm_count);
+      if (best == nullptr || c < best_cost) best = &kernel, best_cost = c;
     }
-    double const c = cost(kernel, g.m, g.n, g.k, sm_count);
-    if (best == nullptr || c < best_cost) best = &kernel, best_cost = c;
+    if (best != nullptr) return best;
   }
-  return best;
+  return nullptr;
 }
 
 }  // namespace coda

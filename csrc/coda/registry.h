@@ -8,7 +8,7 @@ namespace coda {
 struct KernelInfo {
   char const* key;      // e.g. rstd_swiglu_tn_bf16_128x192x64_2x1_pingpong, unique
   char const* program;  // e.g. rstd_swiglu
-  char const* arch;     // sm90
+  char const* arch;     // sm90, sm80
   char const* layout;   // tn: A and B stored K-major.  nn: B N-major.  nt: A M-major, B N-major
   char const* dtype;    // bf16, fp16
   int tile_m, tile_n, tile_k;
@@ -18,7 +18,8 @@ struct KernelInfo {
   int threads;        // a block
   int halves;         // 2 for a program over the two halves of N, else 1
   int head_halves;    // the rotary_dim it was built for, if it pairs the halves of heads, else 0
-  bool whole_heads;   // it takes the mean over a head, so heads must be head_halves wide
+  int heads_within;   // or any rotary_dim that divides this and is a multiple of 16; if it pairs no halves of heads, 0
+  bool whole_heads;   // it takes the mean over a head, so heads must be rotary_dim wide
   int partial_rows;   // rows in a group of the ColPartial sink
   int alignment;      // leading strides must be multiples of this many elements, base pointers of 16 bytes
   double rate;        // relative speed of a full wave, for dispatch: see csrc/kernels.py
@@ -26,9 +27,18 @@ struct KernelInfo {
   LaunchStatus (*launch)(GemmArguments const&);
 };
 
+// What the kernels of an architecture were compiled to: machine code for `capability` (10 major + minor) or PTX for it and all newer ones.
+struct CodeInfo {
+  char const* arch;
+  int capability;
+  bool ptx;
+};
+
 struct KernelTable {
   KernelInfo const* const* kernels;
   int count;
+  CodeInfo const* code;
+  int code_count;
 };
 
 KernelTable kernel_table();

@@ -61,10 +61,4 @@ struct RowSelect {
   static constexpr int slots = 2 * kColumns;
 };
 
-// An M x N tensor in the accumulator's type, to which the value is added; with a Resource::value of 1 it takes the place of what was there.
-struct TileAdd {
-  template <int kColumns>
-  static constexpr int slots = kColumns;
-};
-
 }  // namespace coda

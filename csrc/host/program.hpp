@@ -113,12 +113,6 @@ struct Writer {
     Real* const selected = static_cast<Real*>(r.data);
     selected[p.m] = out[0], selected[r.pair_stride + p.m] = out[1];
   }
-  CODA_HD static void write(TileAdd, GemmArguments const&, Resource const& r, Place const& p, Real const* out, Sum&) {
-    for (int c = 0; c < kColumns; ++c) {
-      Real& sum = static_cast<Real*>(r.data)[p.m * r.ld + p.n + c * p.distance];
-      sum = r.value == 0 ? sum + out[c] : out[c];
-    }
-  }
 };
 
 template <class Program>

@@ -33,16 +33,4 @@ struct PlainResidual {
   }
 };
 
-// D += acc, D in the accumulator's type: sums over calls that are rounded once, at the end.
-struct Accumulate {
-  static constexpr int kColumns = 1;
-  using Loads = List<>;
-  using Sinks = List<TileAdd>;
-
-  template <class Storage, class Real>
-  CODA_HD static void apply(Real const (&acc)[1], Real const (&)[1], Real (&out)[1]) {
-    out[0] = acc[0];
-  }
-};
-
 }  // namespace coda

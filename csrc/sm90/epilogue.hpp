@@ -162,13 +162,6 @@ struct SinkNode<Context, RowSelect> {
   }
 };
 
-template <class Context>
-struct SinkNode<Context, TileAdd> {
-  static_assert(Context::kPairing == Pairing::kNone, "adding pairs to a tile has no node");
-  using Node = TileAddNode<typename Context::Config>;
-  static typename Node::Arguments arguments(Resource const& r) { return {static_cast<float*>(r.data), r.ld, r.value == 0}; }
-};
-
 // --- positions -------------------------------------------------------------------------------------------------------------------
 template <class Wanted, class... Ts>
 constexpr int find_first(List<Ts...>) {

@@ -111,7 +111,7 @@ template <class G, class Program, class Config>
 constexpr KernelInfo describe(char const* key, char const* program, char const* layout, char const* dtype, double rate, int min_k) {
   return {key, program, "sm90", layout, dtype, Config::kTileM, Config::kTileN, Config::kTileK, Config::kClusterM, Config::kClusterN,
           G::kStages, G::kSharedMemory, G::kThreads, G::kPaired ? 2 : 1,
-          kPairingOf<Program> == Pairing::kHeadHalves ? Config::kEpilogueN : 0, kHasHeadMean<Program>, Config::kTileM / (Config::kEpilogueM / 16), 8, rate, min_k, &G::launch};
+          kPairingOf<Program> == Pairing::kHeadHalves ? Config::kEpilogueN : 0, 0, kHasHeadMean<Program>, Config::kTileM / (Config::kEpilogueM / 16), 8, rate, min_k, &G::launch};
 }
 
 }  // namespace coda::sm90

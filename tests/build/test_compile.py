@@ -110,9 +110,11 @@ def test_list_objects(tmp_path, toolkit, cutlass_path):
     commands = {o.source.stem: " ".join(o.command) for o in objects}
     kernels = [name for name in commands if name.startswith("dswiglu_")]
     assert kernels and set(commands) - set(kernels) == {p.stem for p in (settings.ROOT / "csrc" / "reduce").glob("*.cu")}
+    ptx = "-gencode=arch=compute_80,code=compute_80"
     for name in kernels:
-        assert commands[name].count("-gencode") == 1 and "-gencode=arch=compute_90a,code=sm_90a" in commands[name]
-    assert "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90" in commands["reduce"]
+        expected = f"-gencode=arch=compute_80,code=sm_80 {ptx} -MD" if name.endswith("_sm80") else "-gencode=arch=compute_90a,code=sm_90a -MD"
+        assert expected in commands[name] and commands[name].count("-gencode") == expected.count("-gencode")
+    assert f"-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 {ptx} -MD" in commands["reduce"]
     assert commands["reduce"].startswith(str(toolkit / "bin" / "nvcc"))  # no ccache on this PATH
     sources = list((tmp_path / "kernels" / "src").glob("*.cu"))
     assert len(sources) == len(settings.manifest.manifest())  # of all programs, so that none is regenerated when the selection changes

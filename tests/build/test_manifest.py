@@ -31,6 +31,16 @@ def test_sources_of_removed_kernels_go(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"{kernels[0].key}.cu", "registry.cpp"])
 
 
+def test_every_program_exists_for_every_architecture():
+    rows = lambda arch: {(k.program, k.layout, k.dtype) for k in manifest.manifest() if k.arch == arch}
+    assert rows("sm90") == rows("sm80")
+
+
+def test_registry_says_what_was_compiled():
+    text = manifest.registry_source([], [manifest.Code("sm80", "8.6"), manifest.Code("sm80", "8.0", ptx=True)])
+    assert '{"sm80", 86, false},\n    {"sm80", 80, true},' in text and "{nullptr, 0, code, 2}" in text
+
+
 def test_registry_lists_every_kernel():
     kernels = manifest.manifest()
     text = manifest.registry_source(kernels)

@@ -20,8 +20,8 @@ CPU_TORCH = Torch("2.13.0+cpu", None)
 @pytest.mark.parametrize(
     "text, names, ptx",
     [
-        (None, ["9.0a"], []),
-        ("", ["9.0a"], []),
+        (None, ["8.0", "8.6", "9.0a"], []),
+        ("", ["8.0", "8.6", "9.0a"], []),
         ("9.0", ["9.0a"], []),
         ("9.0a", ["9.0a"], []),
         ("9.0+PTX", ["9.0a"], ["9.0"]),
@@ -47,12 +47,43 @@ def test_archs_rejects(text):
 def test_gencode():
     assert Arch("8.0").gencode == ["-gencode=arch=compute_80,code=sm_80"]
     assert Arch("12.0", ptx=True).gencode == ["-gencode=arch=compute_120,code=sm_120", "-gencode=arch=compute_120,code=compute_120"]
-    assert settings.TARGETS["sm90"].gencode == "arch=compute_90a,code=sm_90a"
+
+
+# What the kernels of an architecture are compiled to, by TORCH_CUDA_ARCH_LIST and CODA_FORCE_ARCH: compute capabilities, and PTX.
+@pytest.mark.parametrize(
+    "text, forced, code",
+    [
+        (None, None, {"sm80": "8.0 8.6 8.0+PTX", "sm90": "9.0"}),
+        ("8.0;8.6;9.0", "", {"sm80": "8.0 8.6 8.0+PTX", "sm90": "9.0"}),
+        ("9.0", None, {"sm90": "9.0"}),
+        ("8.0", None, {"sm80": "8.0 8.0+PTX"}),
+        ("8.9", None, {"sm80": "8.6 8.0+PTX"}),
+        ("8.6;8.9;12.0", None, {"sm80": "8.6 12.0 8.0+PTX"}),
+        ("7.5", None, {}),
+        ("9.0", "sm80", {"sm80": "9.0 8.0+PTX"}),
+        (None, "sm90", {"sm90": "9.0"}),
+    ],
+)
+def test_kernel_code(text, forced, code):
+    environ = {} if forced is None else {"CODA_FORCE_ARCH": forced}
+    found = settings.select_code(environ, parse_archs(text))
+    assert {arch: " ".join(c.capability + ("+PTX" if c.ptx else "") for c in codes) for arch, codes in found.items()} == code
+    assert {k.arch for k in settings.select_kernels({}, found)} == set(code)
+
+
+def test_kernel_gencode():
+    flags = lambda text: {arch: " ".join(settings.kernel_gencode(code)) for arch, code in settings.select_code({}, parse_archs(text)).items()}
+    assert flags("9.0") == {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
+    assert flags("8.6") == {"sm80": "-gencode=arch=compute_86,code=sm_86 -gencode=arch=compute_80,code=compute_80"}
+
+
+def test_an_unknown_architecture_is_refused():
+    with pytest.raises(BuildError, match="CODA_FORCE_ARCH=sm70 is none of sm80, sm90"):
+        settings.select_code({"CODA_FORCE_ARCH": "sm70"}, parse_archs(None))
 
 
 def test_every_arch_of_the_manifest_can_be_compiled():
-    archs = {k.arch for k in settings.manifest.manifest()}
-    assert archs <= set(settings.TARGETS) and archs <= set(settings.CAPABILITIES.values())
+    assert {k.arch for k in settings.manifest.manifest()} == set(settings.manifest.CODE) == set(settings.select_code({}, parse_archs(None)))
 
 
 # MAX_JOBS
@@ -197,10 +228,10 @@ def test_programs(environ):
 
 
 def test_arch_without_kernels(environ):
-    plan = make_plan({**environ, "TORCH_CUDA_ARCH_LIST": "8.0"}, CUDA_TORCH)
+    plan = make_plan({**environ, "TORCH_CUDA_ARCH_LIST": "7.5"}, CUDA_TORCH)
     assert plan.cuda and not plan.kernels
     (note,) = plan.notes()
-    assert "no GEMM kernels exist for 8.0" in note
+    assert "no GEMM kernels exist for 7.5" in note
     assert not make_plan(environ, CUDA_TORCH).notes()
 
 

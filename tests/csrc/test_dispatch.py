@@ -12,24 +12,31 @@ PROGRAM = """
 #include <cstdlib>
 #include "coda/dispatch.hpp"
 using namespace coda;
-//                          tile           cluster stages smem threads halves head whole rows align rate min_k
-KernelInfo const large{"large", "p", "sm90", "tn", "bf16", 128, 256, 64, 1, 1, 4, 0, 0, 1, 0, false, 16, 8, 1.0, 0, nullptr};
-KernelInfo const small{"small", "p", "sm90", "tn", "bf16", 128, 128, 64, 1, 1, 4, 0, 0, 1, 0, false, 16, 8, 0.9, 0, nullptr};
-KernelInfo const deep{"deep", "d", "sm90", "nn", "bf16", 128, 128, 64, 1, 1, 6, 0, 0, 1, 0, false, 16, 8, 1.0, 3072, nullptr};
-KernelInfo const plain{"plain", "d", "sm90", "nn", "bf16", 128, 128, 64, 1, 1, 5, 0, 0, 1, 0, false, 16, 8, 0.97, 0, nullptr};
-KernelInfo const heads{"heads", "h", "sm90", "tn", "bf16", 128, 128, 64, 1, 1, 5, 0, 0, 1, 64, true, 16, 8, 1.0, 0, nullptr};
-KernelInfo const* const table[] = {&large, &small, &deep, &plain, &heads};
+//                                           tile           cluster stages smem threads halves head within whole rows align rate min_k
+KernelInfo const large{"large", "p", "sm90", "tn", "bf16", 128, 256, 64, 1, 1, 4, 0, 0, 1, 0, 0, false, 16, 8, 1.0, 0, nullptr};
+KernelInfo const small{"small", "p", "sm90", "tn", "bf16", 128, 128, 64, 1, 1, 4, 0, 0, 1, 0, 0, false, 16, 8, 0.9, 0, nullptr};
+KernelInfo const deep{"deep", "d", "sm90", "nn", "bf16", 128, 128, 64, 1, 1, 6, 0, 0, 1, 0, 0, false, 16, 8, 1.0, 3072, nullptr};
+KernelInfo const plain{"plain", "d", "sm90", "nn", "bf16", 128, 128, 64, 1, 1, 5, 0, 0, 1, 0, 0, false, 16, 8, 0.97, 0, nullptr};
+KernelInfo const heads{"heads", "h", "sm90", "tn", "bf16", 128, 128, 64, 1, 1, 5, 0, 0, 1, 64, 0, true, 16, 8, 1.0, 0, nullptr};
+KernelInfo const ampere{"ampere", "p", "sm80", "tn", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 0, false, 128, 8, 1.0, 0, nullptr};
+KernelInfo const any{"any", "h", "sm80", "tn", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 128, true, 128, 8, 1.0, 0, nullptr};
+KernelInfo const* const table[] = {&large, &small, &deep, &plain, &heads, &ampere, &any};
+CodeInfo const code[] = {{"sm90", 90, false}, {"sm80", 80, false}, {"sm80", 86, false}, {"sm80", 80, true}};
 int main(int, char** argv) {
   GemmArguments g;
   g.m = std::atoll(argv[3]), g.n = std::atoll(argv[4]), g.k = std::atoll(argv[5]);
   g.a.data = g.b.data = reinterpret_cast<void*>(4096);
   g.a.ld = g.b.ld = 8192;
   g.rotation.rotary_dim = std::atoll(argv[6]), g.rotation.head_dim = std::atoll(argv[7]);
+  int const capability = std::atoi(argv[8]), first = std::atoi(argv[9]), count = std::atoi(argv[10]);
+  KernelTable const all{table, 7, code + first, count};
+  std::string const why = why_no_archs(all, capability, argv[11]);
   char const* reason = nullptr;
-  KernelInfo const* k = select_kernel({table, 5}, argv[1], argv[2], "bf16", g, 132, &reason);
-  std::puts(k == nullptr ? reason : k->key);
+  KernelInfo const* k = select_kernel(all, archs_for(all, capability, argv[11]), argv[1], argv[2], "bf16", g, 132, &reason);
+  std::puts(!why.empty() ? why.c_str() : k == nullptr ? reason : k->key);
 }
 """
+BUILDS = {"all": (0, 4), "9.0": (0, 1), "8.0": (1, 1), "8.6": (2, 1), "8.0;8.6": (1, 2), "PTX": (3, 1)}  # slices of `code`
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,8 @@ def select(tmp_path_factory):
     (folder / "main.cpp").write_text(PROGRAM)
     subprocess.run([COMPILER, "-std=c++17", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", folder / "main.cpp", "-o", folder / "main"], check=True)
 
-    def run(program, layout, m, n, k, rotary_dim=0, head_dim=0):
-        command = [folder / "main", program, layout, *map(str, (m, n, k, rotary_dim, head_dim))]
+    def run(program, layout, m, n, k, rotary_dim=0, head_dim=0, capability="9.0", build="all", force=""):
+        command = [folder / "main", program, layout, *map(str, (m, n, k, rotary_dim, head_dim, capability.replace(".", ""), *BUILDS[build])), force]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     return run
@@ -60,7 +67,37 @@ def test_a_configuration_for_long_products(select):
 def test_whole_heads(select):
     assert select("h", "tn", 128, 256, 64, 64, 64) == "heads"
     assert select("h", "tn", 128, 256, 64, 64, 128) == "it was built for another width of heads"
-    assert select("h", "tn", 128, 256, 64, 32, 32) == "it was built for another rotary dimension"
+    assert select("h", "tn", 128, 256, 64, 32, 32, build="9.0") == "it was built for another rotary dimension"
+
+
+def test_any_heads(select):
+    for width in (16, 32, 64, 128):
+        assert select("h", "tn", 128, 256, 64, width, width, capability="8.6") == "any"
+    for width in (8, 48, 256):
+        assert select("h", "tn", 128, 256, 64, width, width, capability="8.6") == "it was built for another rotary dimension"
+    assert select("h", "tn", 128, 256, 64, 32, 64, capability="8.6") == "it was built for another width of heads"
+
+
+@pytest.mark.parametrize("capability, expected", [("8.0", "ampere"), ("8.6", "ampere"), ("8.9", "ampere"), ("9.0", "large"), ("10.0", "ampere"), ("12.0", "ampere")])
+def test_the_device_decides(select, capability, expected):
+    assert select("p", "tn", 16384, 16384, 4096, capability=capability) == expected
+
+
+def test_a_device_without_kernels_is_told_what_was_built(select):
+    call = lambda capability, build="all", force="": select("p", "tn", 16384, 16384, 4096, capability=capability, build=build, force=force)
+    without = "no kernels were built for compute capability"
+    assert call("7.5") == f"{without} 7.5, there are some for 9.0, 8.0, 8.6 and PTX for 8.0 and newer"
+    assert call("8.0", "9.0") == f"{without} 8.0, there are some for 9.0"
+    assert call("10.0", "8.0;8.6") == f"{without} 10.0, there are some for 8.0, 8.6"
+    assert call("9.0", "8.0;8.6") == f"{without} 9.0, there are some for 8.0, 8.6"
+    assert call("8.0", "8.6") == f"{without} 8.0, there are some for 8.6"
+    assert call("8.0", force="sm90") == "CODA_FORCE_ARCH=sm90 leaves no kernels for compute capability 8.0"
+    assert call("8.9", "8.0") == call("8.9", "8.6") == call("12.0", "PTX") == call("9.0", force="sm80") == "ampere"
+
+
+def test_sm80_kernels_take_what_sm90_ones_cannot(select):
+    assert select("h", "tn", 128, 256, 64, 64, 64) == "heads"
+    assert select("h", "tn", 128, 256, 64, 32, 32) == "any"
 
 
 def test_what_cannot_run_has_a_reason(select):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import coda
+from coda import _C
 from coda.ops.mlp import mlp_residual
 from tests.reference import assert_no_worse, mlp
 
@@ -15,6 +16,11 @@ gelu_tanh = lambda t: F.gelu(t, approximate="tanh")
 ACTIVATIONS = {None: lambda t: t, "relu": F.relu, "relu2": lambda t: F.relu(t).square(), "silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 GATED = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh}
+
+
+def kernels_of_this_gpu():
+    """How coda.backend_of_last_call() begins where kernels ran."""
+    return f"{_C.arch_for(*torch.cuda.get_device_capability())[0]}:"
 
 
 def sixteen_on_cuda(device, otherwise=torch.float32):

@@ -1,0 +1,512 @@
+// Drives any epilogue program over the accumulators of a tile.
+//
+// Accumulators go through shared memory, a band of rows (those of one row of warps) at a time, and come back so that a thread has 8 columns of a row, or
+// 8 pairs, all passes long the same ones. So a pairing is nothing but which columns are read; tiles move by 16-byte accesses in whole lines of memory; what
+// belongs to columns is loaded once; a row's sum is one over neighbouring lanes; a column's sum grows in registers and is finished in shared memory.
+// All in a fixed order. What a pass needs of its row is asked for one pass ahead.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
+#include "coda/loads.hpp"
+#include "coda/params.h"
+#include "coda/sinks.hpp"
+#include "sm80/device.hpp"
+#include "sm80/layouts.hpp"
+
+namespace coda::sm80 {
+
+namespace detail {
+
+constexpr int kVector = 8;  // columns or pairs a thread
+
+// Values of different types, by index.
+template <std::size_t kIndex, class T>
+struct Held {
+  T held;
+};
+template <class Indices, class... Ts>
+struct Bundle;
+template <std::size_t... kI, class... Ts>
+struct Bundle<std::index_sequence<kI...>, Ts...> : Held<kI, Ts>... {};
+template <std::size_t kIndex, class T>
+CODA_D T& at(Held<kIndex, T>& held) {
+  return held.held;
+}
+
+// What a thread sees: kColumns times 8 columns, from n[i] on.
+template <int kColumns>
+struct Place {
+  int n[kColumns];
+  bool inside[kColumns];
+  int first_pair;  // of a tile of one value a pair
+};
+
+// The facts of a row: its number, whether it exists, its position in the tables.
+struct Row {
+  int m;
+  bool inside;
+  int position;
+};
+
+// Neighbouring values, which may begin anywhere. The branch is around all of them: a load inside a branch of its own would be waited for at its end.
+template <class Element, int kCount>
+CODA_D void load_values(float* to, void const* data, bool fp32, std::int64_t first) {
+  if (fp32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = static_cast<float const*>(data)[first + i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = float(static_cast<Element const*>(data)[first + i]);
+  }
+}
+
+// --- loads ------------------------------------------------------------------------------------------------------------------------------
+// OfColumns is loaded once, OfRow for each row; `put` gives the program pair number `pair` of a row.
+template <class Traits, class Load>
+struct Reader;
+
+struct Nothing {};
+
+template <class Traits>
+struct Reader<Traits, Scalar> {
+  struct OfColumns {
+    float value;
+  };
+  using OfRow = Nothing;
+  CODA_D static OfColumns columns(Resource const& r, GemmArguments const&, typename Traits::Place const&) { return {float(r.value)}; }
+  CODA_D static OfRow row(OfColumns const&, Resource const&, typename Traits::Place const&, Row const&) { return {}; }
+  CODA_D static void put(OfColumns const& c, OfRow const&, int, float* in) { in[0] = c.value; }
+};
+
+template <class Traits>
+struct VectorReader {
+  struct OfColumns {
+    float value[Traits::kColumns * kVector];
+  };
+  using OfRow = Nothing;
+  CODA_D static OfRow row(OfColumns const&, Resource const&, typename Traits::Place const&, Row const&) { return {}; }
+  CODA_D static void put(OfColumns const& c, OfRow const&, int pair, float* in) {
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i) in[i] = c.value[Traits::index(pair, i)];
+  }
+};
+
+template <class Traits, int kAbsent>
+struct Reader<Traits, RowVector<kAbsent>> : VectorReader<Traits> {
+  using typename VectorReader<Traits>::OfColumns;
+  CODA_D static OfColumns columns(Resource const& r, GemmArguments const&, typename Traits::Place const& place) {
+    OfColumns c;
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns * kVector; ++i) c.value[i] = float(kAbsent);
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i)
+      if (r.data != nullptr && place.inside[i]) load_values<typename Traits::Element, kVector>(c.value + kVector * i, r.data, r.fp32, place.n[i]);
+    return c;
+  }
+};
+
+template <class Traits, int kAbsent>
+struct Reader<Traits, HeadVector<kAbsent>> : VectorReader<Traits> {
+  static_assert(Traits::kPairing == Pairing::kHeadHalves, "vectors of heads belong to the halves of heads");
+  using typename VectorReader<Traits>::OfColumns;
+  CODA_D static OfColumns columns(Resource const& r, GemmArguments const& g, typename Traits::Place const& place) {
+    OfColumns c;
+    void const* const data = place.n[0] < g.rotation.query_columns ? r.data : r.second;
+    bool const present = place.inside[0] && place.n[0] < g.rotation.columns;
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns * kVector; ++i) c.value[i] = float(kAbsent);
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i)
+      if (present) load_values<typename Traits::Element, kVector>(c.value + kVector * i, data, r.fp32, place.n[i] % int(g.rotation.head_dim));
+    return c;
+  }
+};
+
+template <class Traits, int kAbsent>
+struct Reader<Traits, ColVector<kAbsent>> {
+  using OfColumns = Nothing;
+  struct OfRow {
+    float value;
+  };
+  CODA_D static OfColumns columns(Resource const&, GemmArguments const&, typename Traits::Place const&) { return {}; }
+  CODA_D static OfRow row(OfColumns const&, Resource const& r, typename Traits::Place const&, Row const& row) {
+    return {r.data != nullptr && row.inside ? load_one(static_cast<float const*>(r.data) + row.m) : float(kAbsent)};
+  }
+  CODA_D static void put(OfColumns const&, OfRow const& row, int, float* in) { in[0] = row.value; }
+};
+
+template <class Traits>
+struct Reader<Traits, TileLoad> {
+  using OfColumns = Nothing;
+  struct OfRow {
+    std::uint32_t words[Traits::kColumns][kVector / 2];
+  };
+  CODA_D static OfColumns columns(Resource const&, GemmArguments const&, typename Traits::Place const&) { return {}; }
+  CODA_D static OfRow row(OfColumns const&, Resource const& r, typename Traits::Place const& place, Row const& row) {
+    OfRow result = {};
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i)
+      if (r.data != nullptr && row.inside && place.inside[i])
+        load_16_bytes(result.words[i], static_cast<typename Traits::Element const*>(r.data) + row.m * r.ld + place.n[i]);
+    return result;
+  }
+  CODA_D static void put(OfColumns const&, OfRow const& row, int pair, float* in) {
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i) {
+      int const j = Traits::index(pair, i);
+      in[i] = unpack<typename Traits::Element>(row.words[j / kVector][j % kVector / 2], j % 2);
+    }
+  }
+};
+
+// The values of 8 pairs are neighbours in a table's row. They come by 16-byte loads if the table allows it and all of them turn or none; else one by one.
+template <class Traits, int kAbsent>
+struct Reader<Traits, TableRow<kAbsent>> {
+  static_assert(Traits::kPairing == Pairing::kHeadHalves || Traits::kPairing == Pairing::kAdjacent, "tables belong to pairs within a head");
+  static constexpr bool kAdjacent = Traits::kPairing == Pairing::kAdjacent;
+  using Element = typename Traits::Element;
+  struct OfColumns {
+    int head_dim, rotary_dim, columns;
+    bool whole, turns, words;  // whole: as said above. words: what a row holds is fp32
+    int pair;
+  };
+  struct OfRow {
+    std::uint32_t words[kVector];
+  };
+  CODA_D static OfColumns columns(Resource const& r, GemmArguments const& g, typename Traits::Place const& place) {
+    OfColumns c;
+    c.head_dim = int(g.rotation.head_dim), c.rotary_dim = int(g.rotation.rotary_dim), c.columns = int(g.rotation.columns);
+    int const column = place.n[0] % c.head_dim;
+    c.pair = kAdjacent ? column / 2 : column;
+    c.turns = place.inside[0] && place.n[0] < c.columns && column < c.rotary_dim;
+    bool const aligned = reinterpret_cast<std::uintptr_t>(r.data) % 16 == 0 && r.ld % (r.fp32 ? 4 : 8) == 0;
+    c.whole = aligned && (!kAdjacent || (c.head_dim % 16 == 0 && c.rotary_dim % 16 == 0));
+    c.words = r.fp32 || !c.whole || !c.turns;
+    return c;
+  }
+  CODA_D static OfRow row(OfColumns const& c, Resource const& r, typename Traits::Place const& place, Row const& row) {
+    OfRow result;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) result.words[i] = as_word(float(kAbsent));
+    if (!row.inside) return result;
+    std::int64_t const begin = row.position * r.ld;
+    if (c.whole) {
+      char const* const from = static_cast<char const*>(r.data) + (begin + c.pair) * (r.fp32 ? 4 : 2);
+      std::uint32_t half[kVector / 2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (!c.turns || (h == 1 && !r.fp32)) continue;
+        load_16_bytes(half, from + 16 * h);
+#pragma unroll
+        for (int i = 0; i < kVector / 2; ++i) result.words[kVector / 2 * h + i] = half[i];
+      }
+      return result;
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      int const j = Traits::index(i, 0), n = place.n[j / kVector] + j % kVector, column = n % c.head_dim;
+      float value = float(kAbsent);
+      if (place.inside[j / kVector] && n < c.columns && column < c.rotary_dim)
+        load_values<Element, 1>(&value, r.data, r.fp32, begin + (kAdjacent ? column / 2 : column));
+      result.words[i] = as_word(value);
+    }
+    return result;
+  }
+  CODA_D static void put(OfColumns const& c, OfRow const& row, int pair, float* in) {
+    in[0] = c.words ? as_float(row.words[pair]) : unpack<Element>(row.words[pair / 2], pair % 2);
+  }
+};
+
+// --- sinks ------------------------------------------------------------------------------------------------------------------------------
+// `store` takes the results of 8 pairs of a row: member i of pair p is out[i][p].
+template <class Traits, class Sink>
+struct Writer;
+
+template <class Traits>
+struct Writer<Traits, TileStore> {
+  CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float const (*out)[kVector], float*, int) {
+    if (r.data == nullptr || !row.inside) return;
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i) {
+      std::uint32_t words[kVector / 2];
+#pragma unroll
+      for (int w = 0; w < kVector / 2; ++w) {
+        constexpr bool kAdjacent = Traits::kPairing == Pairing::kAdjacent;
+        words[w] = kAdjacent ? pack<typename Traits::Element>(out[0][kVector / 2 * i + w], out[Traits::kColumns - 1][kVector / 2 * i + w])
+                             : pack<typename Traits::Element>(out[i][2 * w], out[i][2 * w + 1]);
+      }
+      if (place.inside[i] && (r.columns == 0 || place.n[i] < r.columns))
+        store_16_bytes(static_cast<typename Traits::Element*>(r.data) + row.m * r.ld + place.n[i], words);
+    }
+  }
+};
+
+template <class Traits>
+struct Writer<Traits, HalfTileStore> {
+  static_assert(Traits::kPairing == Pairing::kHalves, "half-width stores belong to programs over two halves");
+  CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float const (*out)[kVector], float*, int) {
+    std::uint32_t words[kVector / 2];
+#pragma unroll
+    for (int w = 0; w < kVector / 2; ++w) words[w] = pack<typename Traits::Element>(out[0][2 * w], out[0][2 * w + 1]);
+    if (row.inside && place.inside[0]) store_16_bytes(static_cast<typename Traits::Element*>(r.data) + row.m * r.ld + place.first_pair, words);
+  }
+};
+
+template <class Traits>
+struct Writer<Traits, RowPartial> {
+  static_assert(Traits::kPairing != Pairing::kAdjacent, "a group of adjacent pairs may end outside of the matrix");
+  CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float const (*out)[kVector], float*, int tile_n) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum += out[0][i];
+    if (!place.inside[0]) sum = 0;
+#pragma unroll
+    for (int lanes = 1; lanes < Traits::kGroups; lanes *= 2) sum += from_lane_xor(sum, lanes);
+    if (row.inside && thread_index() % Traits::kGroups == 0) static_cast<float*>(r.data)[tile_n * r.ld + row.m] = sum;
+  }
+};
+
+template <class Traits>
+struct Writer<Traits, ColPartial> {
+  static_assert(Traits::kPairing == Pairing::kNone, "column partials of pairs have no place");
+  CODA_D static void store(Resource const&, typename Traits::Place const&, Row const& row, float const (*out)[kVector], float* sums, int) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] += row.inside ? out[0][i] : 0.0f;
+  }
+};
+
+}  // namespace detail
+
+template <class Program, class Config, class Element_>
+struct Epilogue {
+  using Loads = typename Program::Loads;
+  using Sinks = typename Program::Sinks;
+  static constexpr Pairing kPairing = kPairingOf<Program>;
+  static constexpr int kColumns = Program::kColumns;
+  static constexpr int kVector = detail::kVector;
+
+  struct Traits {
+    using Element = Element_;
+    using Place = detail::Place<Program::kColumns>;
+    static constexpr int kColumns = Program::kColumns;
+    static constexpr Pairing kPairing = kPairingOf<Program>;
+    static constexpr int kGroups = Config::kTileN / (detail::kVector * Program::kColumns);  // threads that have a row between them
+    // Where a member of a pair lies among the columns of its thread.
+    CODA_D static constexpr int index(int pair, int member) { return group_index<kPairing>(pair, member); }
+  };
+  using Place = typename Traits::Place;
+  static constexpr int kGroups = Traits::kGroups;
+  static constexpr int kRowsAtOnce = Config::kThreads / kGroups, kPasses = Config::kWarpM / kRowsAtOnce;
+  static constexpr int kStride = Config::kTileN + kPad;  // words between the rows of a band
+  static_assert(kGroups <= 32 && 32 % kGroups == 0, "a row belongs to one warp");
+  static_assert(Config::kWarpM % kRowsAtOnce == 0, "a band takes whole passes");
+  static_assert(Loads::size <= kMaxResources && Sinks::size <= kMaxResources);
+
+  template <class... Ts>
+  static constexpr bool has_table(List<Ts...>) {
+    return (false || ... || (std::is_same_v<Ts, TableRow<0>> || std::is_same_v<Ts, TableRow<1>>));
+  }
+  template <class... Ts>
+  static constexpr int count_columns(List<Ts...>) {
+    return (0 + ... + int(std::is_same_v<Ts, ColPartial>));
+  }
+  static constexpr bool kTables = has_table(Loads{});
+  static constexpr int kColPartials = count_columns(Sinks{});
+  static constexpr int kBandBytes = 4 * Config::kWarpM * kStride;
+  static constexpr int kSumBytes = kColPartials > 0 ? 4 * kRowsAtOnce * Config::kTileN : 0;
+  static constexpr int kSharedBytes = kBandBytes > kSumBytes ? kBandBytes : kSumBytes;
+  static constexpr int kPositionBytes = kTables ? 4 * Config::kTileM : 0;  // not shared with the mainloop
+
+  // Of which column of the tile, and of the matrix, this thread's groups begin.
+  struct Columns {
+    int local[kColumns];
+    Place place;
+    CODA_D Columns(GemmArguments const& g, int first_n) {
+      int const group = thread_index() % kGroups, n = int(g.n);
+      place.first_pair = 0;
+      if constexpr (kPairing == Pairing::kHalves) {
+        place.first_pair = first_n / 2 + kVector * group;
+        for (int i = 0; i < 2; ++i) {
+          local[i] = 2 * kVector * group + kVector * i;
+          place.n[i] = place.first_pair + i * (n / 2);
+          place.inside[i] = place.first_pair < n / 2;
+        }
+      } else {
+        int begin = kColumns * kVector * group, distance = kVector;
+        if constexpr (kPairing == Pairing::kHeadHalves) {
+          int const half = int(g.rotation.rotary_dim) / 2, pair = kVector * group;
+          begin = pair / half * 2 * half + pair % half, distance = half;
+        }
+        for (int i = 0; i < kColumns; ++i) {
+          local[i] = begin + distance * i;
+          place.n[i] = first_n + local[i];
+          place.inside[i] = place.n[i] < n;
+        }
+      }
+    }
+  };
+
+  // For all rows of a tile, before the mainloop: nothing waits for them then.
+  CODA_D static void find_positions(GemmArguments const& g, int first_m, int* positions) {
+    if constexpr (kTables) {
+      Rotation const& turn = g.rotation;
+      for (int i = thread_index(); i < Config::kTileM; i += Config::kThreads) {
+        int const m = first_m + i;
+        if (m < g.m)
+          positions[i] = turn.positions == nullptr ? m % int(turn.period)
+                         : turn.positions64        ? int(static_cast<std::int64_t const*>(turn.positions)[m])
+                                                   : static_cast<std::int32_t const*>(turn.positions)[m];
+      }
+    }
+  }
+
+  // Called between two barriers. first_m and first_n: where the tile begins.
+  template <int kBlocksM, int kBlocksN>
+  CODA_D static void run(float const (&acc)[kBlocksM][kBlocksN][4], GemmArguments const& g, int first_m, int first_n, int warp_m, int warp_n,
+                         unsigned char* shared, int const* positions) {
+    run(acc, g, first_m, first_n, warp_m, warp_n, shared, positions, Loads{}, Sinks{}, std::make_index_sequence<Loads::size>{},
+        std::make_index_sequence<Sinks::size>{});
+  }
+
+ private:
+  template <class L>
+  using Reader = detail::Reader<Traits, L>;
+  template <class S>
+  using Writer = detail::Writer<Traits, S>;
+
+  template <int kBlocksM, int kBlocksN, class... Ls, class... Ss, std::size_t... kL, std::size_t... kS>
+  CODA_D static void run(float const (&acc)[kBlocksM][kBlocksN][4], GemmArguments const& g, int first_m, int first_n, int warp_m, int warp_n,
+                         unsigned char* shared, int const* positions, List<Ls...>, List<Ss...>, std::index_sequence<kL...>, std::index_sequence<kS...>) {
+    using detail::at;
+    using OfColumns = detail::Bundle<std::index_sequence<kL...>, typename Reader<Ls>::OfColumns...>;
+    using OfRow = detail::Bundle<std::index_sequence<kL...>, typename Reader<Ls>::OfRow...>;
+    constexpr int kInputs = InputSlots<Program>::count, kOutputs = OutputSlots<Program>::count;
+    constexpr int kSumOf[] = {count_before<int(kS)>(Sinks{})...};  // the number of column sums before each sink
+
+    Columns const columns(g, first_n);
+    Place const& place = columns.place;
+    OfColumns of_columns;
+    ((at<kL>(of_columns) = Reader<Ls>::columns(g.loads[kL], g, place)), ...);
+    float* const band = reinterpret_cast<float*>(shared);
+    int const own_row = thread_index() / kGroups, tile_n = first_n / Config::kTileN;
+    int from[kColumns];  // words
+    for (int i = 0; i < kColumns; ++i) from[i] = own_row * kStride + band_offset(columns.local[i]);
+    float sums[kColPartials > 0 ? kColPartials : 1][kVector] = {};
+
+    auto const row_at = [&](int local) {
+      int const m = first_m + local;
+      detail::Row row{m, m < int(g.m), 0};
+      if constexpr (kTables) row.position = positions[local];
+      return row;
+    };
+    auto const fetch = [&](detail::Row const& row) {
+      OfRow result;
+      ((at<kL>(result) = Reader<Ls>::row(at<kL>(of_columns), g.loads[kL], place, row)), ...);
+      return result;
+    };
+
+#pragma unroll 1
+    for (int b = 0; b < Config::kWarpsM; ++b) {
+      detail::Row row = row_at(b * Config::kWarpM + own_row);
+      OfRow of_row = fetch(row);
+      if (warp_m == b) put_band(acc, band, warp_n);
+      barrier();
+#pragma unroll 1
+      for (int pass = 0; pass < kPasses; ++pass) {
+        detail::Row const next_row = row_at(pass + 1 < kPasses ? b * Config::kWarpM + own_row + (pass + 1) * kRowsAtOnce : own_row);
+        OfRow next = {};
+        if (pass + 1 < kPasses) next = fetch(next_row);
+
+        float values[kColumns * kVector], out[kOutputs][kVector];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {  // the permutation keeps the two chunks of 8 columns neighbours, in one order or the other
+          load_four(values + kVector * i, band + from[i] + pass * (kRowsAtOnce * kStride));
+          load_four(values + kVector * i + 4, band + (from[i] ^ 4) + pass * (kRowsAtOnce * kStride));
+        }
+        float a[kColumns], in[kInputs > 0 ? kInputs : 1], o[kOutputs];
+        auto const gather = [&](int pair, auto count) {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) a[i] = values[Traits::index(pair, i)];
+          ((int(kL) < decltype(count)::value
+                ? Reader<Ls>::put(at<kL>(of_columns), at<kL>(of_row), pair, in + InputSlots<Program>::offset(int(kL)))
+                : void()),
+           ...);
+        };
+        using All = std::integral_constant<int, Loads::size>;
+        if constexpr (kHasHeadMean<Program>) {
+          // Neighbouring lanes have a head between them.
+          float mean = 0;
+#pragma unroll
+          for (int pair = 0; pair < kVector; ++pair) {
+            gather(pair, std::integral_constant<int, Program::kHeadMeanLoads>{});
+            mean += Program::template term<Element_>(a, in);
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) values[Traits::index(pair, i)] = a[i];
+          }
+          int const width = int(g.rotation.head_dim);
+          for (int lanes = 1; lanes < width / (kColumns * kVector); lanes *= 2) mean += from_lane_xor(mean, lanes);
+          gather(0, All{});
+          float const head = Program::head(mean / float(width), place.n[0] < g.rotation.columns, in);
+#pragma unroll
+          for (int pair = 0; pair < kVector; ++pair) {
+            gather(pair, All{});
+            Program::template apply<Element_>(a, in, head, o);
+#pragma unroll
+            for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
+          }
+        } else {
+#pragma unroll
+          for (int pair = 0; pair < kVector; ++pair) {
+            gather(pair, All{});
+            Program::template apply<Element_>(a, in, o);
+#pragma unroll
+            for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
+          }
+        }
+        (Writer<Ss>::store(g.sinks[kS], place, row, out + OutputSlots<Program>::offset(int(kS)), sums[kSumOf[kS]], tile_n), ...);
+        row = next_row, of_row = next;
+      }
+      barrier();
+    }
+    ((std::is_same_v<Ss, ColPartial> ? finish_columns(g.sinks[kS], g, first_m, first_n, sums[kSumOf[kS]], band) : void()), ...);
+  }
+
+  template <int kEnd, class... Ss>
+  static constexpr int count_before(List<Ss...>) {
+    constexpr bool sums[] = {std::is_same_v<Ss, ColPartial>...};
+    int count = 0;
+    for (int i = 0; i < kEnd; ++i) count += sums[i];
+    return count < kColPartials ? count : 0;
+  }
+
+  template <int kBlocksM, int kBlocksN>
+  CODA_D static void put_band(float const (&acc)[kBlocksM][kBlocksN][4], float* band, int warp_n) {
+    int const lane = thread_index() % 32;
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      float* const to = band + fragment_row(lane) * kStride + band_offset(warp_n * Config::kWarpN + 8 * j + fragment_column(lane));
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocksM; ++i) store_two(to + 8 * i * kStride, acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
+    }
+  }
+
+  // The sums of a tile's columns, from the threads' own in the order of their rows.
+  CODA_D static void finish_columns(Resource const& r, GemmArguments const& g, int first_m, int first_n, float const* sums, float* shared) {
+    if (r.data == nullptr) return;
+    int const row = thread_index() / kGroups, group = thread_index() % kGroups;
+    for (int h = 0; h < 2; ++h) store_four(shared + row * Config::kTileN + kVector * group + 4 * h, sums + 4 * h);
+    barrier();
+    for (int n = thread_index(); n < Config::kTileN; n += Config::kThreads) {
+      float sum = shared[n];
+#pragma unroll
+      for (int i = 1; i < kRowsAtOnce; ++i) sum += shared[i * Config::kTileN + n];
+      if (first_n + n < g.n) static_cast<float*>(r.data)[first_m / Config::kTileM * r.ld + first_n + n] = sum;
+    }
+    barrier();
+  }
+};
+
+}  // namespace coda::sm80
