@@ -3,6 +3,7 @@
     python -m coda.bench                                        every program at the presets 1b and 8b
     python -m coda.bench --presets 70b --programs dswiglu       some of them
     python -m coda.bench --whole --out FILE                     MLP and block, forward and backward
+    python -m coda.bench --head                                 the head and its loss, with the memory that they take
     python -m coda.bench --all-kernels --schedules              every kernel and scheduler setting, for tuning
     python -m coda.bench --sustained --rep 300                  launches back to back, without pauses
 
@@ -37,6 +38,7 @@ from coda import _C
 from coda._extension import force_kernel
 
 TOKENS = 16384
+HEAD_TOKENS = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +241,61 @@ def whole(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[tuple[str
     return rows
 
 
+def head(preset: Preset, dtype: torch.dtype, m: int = HEAD_TOKENS) -> list[tuple[str, dict[str, Callable[[], Any]]]]:
+    """The head and the loss of m tokens: CODA, torch.compile of both with the logits held, Liger's where it is installed, and the bare products."""
+    d, v = preset.dim, preset.vocabulary
+    leaf = lambda *s, scale=1.0: rnd(*s, scale=scale, dtype=dtype).requires_grad_()
+    x, w, target = leaf(m, d), leaf(v, d, scale=d**-0.5), torch.randint(v, (m,), device="cuda")
+    summed = w.detach().clone().requires_grad_()
+    summed.main_grad = torch.zeros_like(summed, dtype=torch.float32)
+    with torch.no_grad():
+        logits, dx, dw = rnd(m, v, dtype=dtype), torch.empty_like(x), torch.empty_like(w)
+
+    @torch.no_grad()
+    def products(forward: int, backward: int) -> None:
+        for _ in range(forward):
+            torch.mm(x, w.t(), out=logits)
+        for _ in range(backward):
+            torch.mm(logits, w, out=dx), torch.mm(logits.t(), x, out=dw)
+
+    @torch.no_grad()
+    def forward() -> None:
+        coda.linear_cross_entropy(x, w, target)
+
+    losses = {
+        "coda": (coda.linear_cross_entropy, w),
+        "coda_main_grad": (coda.linear_cross_entropy, summed),
+        "compile": (torch.compile(lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t)), w),
+    }
+    with contextlib.suppress(ImportError):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss()
+        losses["liger"] = lambda x, w, t: liger(w, x, t), w
+    each, weight_of_each = (lambda x, w, t: coda.linear_cross_entropy(x, w, t, reduction="none")), torch.rand(m, device="cuda")
+    gradients = lambda function, w, grad=None: torch.autograd.grad(function(x, w, target), (x, w), grad, allow_unused=True)
+    return [
+        ("head forward", {"coda": forward, "products": lambda: products(1, 0)}),
+        ("head forward + backward, mean",
+         {n: (lambda f=f, w=w: gradients(f, w)) for n, (f, w) in losses.items()} | {"products": lambda: products(1, 1)}),
+        ("head forward + backward, none",
+         {n: (lambda w=w: gradients(each, w, weight_of_each)) for n, w in (("coda", w), ("coda_main_grad", summed))} | {"products": lambda: products(2, 1)}),
+    ]
+
+
+def memory(f: Callable[[], Any]) -> int:
+    """MiB that a call takes beyond what was there and what it returns."""
+    f()  # what a compiler allocates once
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = f()
+    torch.cuda.synchronize()
+    held = sum(t.untyped_storage().nbytes() for t in kept or () if t is not None)
+    return (torch.cuda.max_memory_allocated() - before - held) >> 20
+
+
 def milliseconds(f: Callable[[], Any], rep: int, sustained: bool = False) -> float:
     """Of one call, from a burst of `rep` milliseconds: the median of calls with pauses, or the mean of calls back to back."""
     from triton.testing import do_bench
@@ -313,11 +370,12 @@ def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> 
 
 
 def measure_whole(name: str, what: str, candidates: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict:
+    taken = {f"{n}_mib": memory(f) for n, f in candidates.items() if n != "products"} if args.head else {}
     times: dict[str, list[float]] = {n: [] for n in candidates}
     in_random_turns([lambda n=n, f=f: times[n].append(milliseconds(f, args.rep, args.sustained)) for n, f in candidates.items()], args.rounds)
     medians = {n: statistics.median(t) for n, t in times.items()}
-    print(f"{name:4s}{what:28s}" + "  ".join(f"{n} {t:.4f} ms" for n, t in medians.items()), flush=True)
-    return {"preset": name, "what": what, **{f"{n}_ms": t for n, t in medians.items()}}
+    print(f"{name:4s}{what:28s}" + "  ".join(f"{n} {t:.4f} ms" for n, t in medians.items()) + "".join(f"  {n} {m}" for n, m in taken.items()), flush=True)
+    return {"preset": name, "what": what, **{f"{n}_ms": t for n, t in medians.items()}, **taken}
 
 
 def environment() -> dict[str, Any]:
@@ -328,7 +386,6 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": run("git", "rev-parse", "HEAD") or None,
         "command": "python -m coda.bench " + " ".join(sys.argv[1:]),
-        "tokens": TOKENS,
     }
 
 
@@ -340,6 +397,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rep", type=int, default=25, help="milliseconds a burst")
     parser.add_argument("--whole", action="store_true", help="MLP and block instead of single programs")
+    parser.add_argument("--head", action="store_true", help=f"the head and its loss, {HEAD_TOKENS} tokens, instead of single programs")
     parser.add_argument("--sustained", action="store_true", help="launches back to back")
     parser.add_argument("--all-kernels", action="store_true")
     parser.add_argument("--schedules", action="store_true", help="also every swizzle and raster order")
@@ -357,8 +415,8 @@ def main() -> None:
     for name in args.presets.split(","):
         if name not in PRESETS:
             parser.error(f"--presets has {name}, expected some of {', '.join(PRESETS)}")
-        if args.whole:
-            for what, candidates in whole(PRESETS[name], dtype):
+        if args.whole or args.head:
+            for what, candidates in (head if args.head else whole)(PRESETS[name], dtype):
                 rows.append(measure_whole(name, what, candidates, args))
                 torch._dynamo.reset()
         else:
@@ -367,7 +425,7 @@ def main() -> None:
                     rows += measure_program(name, problem, args)
                     torch._dynamo.reset()
     if args.out:
-        args.out.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps(environment() | {"tokens": HEAD_TOKENS if args.head else TOKENS, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from torch import nn
 
 import coda
-from coda.ops.cross_entropy import CHUNK_BYTES
 
 
 class LinearCrossEntropy(nn.Module):
@@ -27,7 +26,7 @@ class LinearCrossEntropy(nn.Module):
         keep_logits=False,
         return_lse=False,
         eps=1e-6,
-        chunk_bytes=CHUNK_BYTES,
+        chunk_bytes=None,
     ):
         super().__init__()
         self.options = dict(

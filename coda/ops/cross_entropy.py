@@ -77,7 +77,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     keep_logits: bool = False,
     return_lse: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """The cross-entropy of logits = x W^T + b, or RMSNorm(x; norm_weight) W^T + b, with the targets:
@@ -99,7 +99,8 @@ def linear_cross_entropy(
         return_lse: return lse too, also of ignored rows.
         chunk_bytes: at most so much memory for the gradient of a chunk of logits in x's dtype, of some tokens or, in the backward, of some classes, but at
             least for one. Where there is no kernel (on the CPU, in float32 or float64) torch operations hold several times as much. Results depend on
-            it by rounding only.
+            it by rounding only. None: 512 MiB; but all tokens at once where that takes no more memory than a chunk and the sum over chunks of the
+            weight's gradient in float32, [V, D], which only chunks need (up to 10240 tokens for D = 4096, V = 128256 in 16 bits).
         shard: weight, bias and the kept logits are this rank's rows of a vocabulary that is divided over a process group; V above is the number of
             all. The other arguments, the loss and lse are the same on every rank, and so are the gradients of x and norm_weight, which are summed
             over the ranks. All ranks make the same calls, with the same options and tensors that need a gradient.
@@ -145,7 +146,7 @@ def linear_log_prob(
     stats: NormStats | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> Tensor:
     """The log-probability of each target, z[target] - lse, 0 for ignored rows: [...] in float32 (float64 for float64 x).
@@ -197,7 +198,8 @@ def _outputs(public, x, weight, target, bias, norm_weight, eps, stats, ignore_in
     """The loss, and of logits and lse what is asked for, in the shapes that the caller knows."""
     if options.softcap is not None:
         _check_number("softcap", options.softcap, "None or a positive finite number", lambda v: v > 0)
-    _check_number("chunk_bytes", chunk_bytes, "a positive number of bytes", lambda v: v > 0)
+    if chunk_bytes is not None:
+        _check_number("chunk_bytes", chunk_bytes, "None or a positive number of bytes", lambda v: v > 0)
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer")
     check_tensor("x", x)
@@ -252,9 +254,9 @@ def _wanted(all_three: tuple, options: _Options) -> tuple:
     return tuple(t for t, wants in zip(all_three, wanted) if wants)
 
 
-def chunk_rows(chunk_bytes: float, classes: int, element_size: int) -> int:
+def chunk_rows(chunk_bytes: float | None, classes: int, element_size: int) -> int:
     """How many rows of logits a chunk has; or, of so many `classes` as there are tokens, how many columns."""
-    rows = max(1, int(chunk_bytes) // (max(1, classes) * element_size))
+    rows = max(1, int(CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // (max(1, classes) * element_size))
     return rows - rows % _TILE if rows > _TILE else rows
 
 
@@ -352,9 +354,7 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
     kept = x.new_empty((0,))
     sums = None
     if needs is not None:
-        # A sum over tokens, before it is divided by their number, may be too large for float16.
-        unrounded = main_grad(weight) is not None or weight.dtype == torch.float16
-        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk and not unrounded, options.shard)
+        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk and not _stays_wide(weight), options.shard)
         factor = _mean_weight(counted, wide)[0] if options.reduction == "mean" else 1
         loss_weight = counted.to(wide) * factor
     smoothing, width = options.label_smoothing, _classes(weight.shape[0], options)
@@ -372,7 +372,8 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
         if options.z_loss:
             losses[s] += options.z_loss * found.lse.square()
         if options.keep_logits:
-            kept = stored[:, : weight.shape[0]].contiguous()
+            # Not a view of all of it: Dynamo loses the gradient of such an output (torch 2.11).
+            kept = stored if stored.shape[1] == weight.shape[0] else stored[:, : weight.shape[0]].contiguous()
         if sums is None:
             continue
         factors = _factors(found.lse, here, loss_weight[s], None, width, options)
@@ -391,6 +392,12 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
     if options.reduction != "none":
         loss = losses.sum() if options.reduction == "sum" else losses.sum() / counted.sum()
     return loss, kept, lse, None if sums is None else sums.result()
+
+
+def _stays_wide(weight: Tensor) -> bool:
+    """Whether the gradient of weight is float32 until the incoming scalar multiplies it, even if it is no sum over chunks."""
+    # A sum over tokens, before it is divided by their number, may be too large for float16.
+    return weight.dtype == torch.float16 or main_grad(weight) is not None
 
 
 def _formed_again(h, weight, lse, target, factors, rstd, bias, options, want_dbias, want_dot) -> _LogitGradient:
@@ -469,6 +476,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, public, chunk_bytes, x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk):
         needs = tuple(ctx.needs_input_grad[i] for i in (2, 5, 6, 7))
         at_once = options.reduction != "none" and not options.keep_logits
+        if chunk_bytes is None and needs[2] and weight.dtype == torch.bfloat16 and main_grad(weight) is None:
+            # For each class: of all tokens a logit, against those of a chunk and a row of the float32 sum.
+            if 2 * x.shape[0] <= 2 * chunk + 4 * x.shape[1]:
+                chunk = max(chunk, x.shape[0])
         arguments = x, h, rstd, norm_weight, weight, bias, target, inside, counted, options, chunk
         loss, logits, lse, gradients = _forward(*arguments, needs if at_once else None)
         saved = logits if options.keep_logits else None
