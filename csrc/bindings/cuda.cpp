@@ -476,7 +476,7 @@ void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics
                                 row(LseSelection::kLse), row(LseSelection::kMeanQ), row(LseSelection::kTotalZ), row(LseSelection::kTotalQ)},
                                current_stream()),
         "finish_softmax");
-  note("sm90", "softmax_statistics");
+  note(arch(), "softmax_statistics");
 }
 
 at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors_,
@@ -493,7 +493,7 @@ at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& refe
                                       want_dbias ? partials.data_ptr<float>() : nullptr},
                                      current_stream()),
         "exponential_gradient");
-  note("sm90", "exponential_gradient");
+  note(arch(), "exponential_gradient");
   return want_dbias ? sum_groups(partials, classes, at::kFloat) : at::Tensor();
 }
 

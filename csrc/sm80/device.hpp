@@ -63,8 +63,9 @@ CODA_D void multiply<fp16>(float (&d)[4], std::uint32_t const (&a)[4], std::uint
 
 CODA_D float from_lane_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
-// 4 and 16 bytes that no one writes during the kernel.
+// 4, 8 and 16 bytes that no one writes during the kernel.
 CODA_D float load_one(float const* from) { return __ldg(from); }
+CODA_D std::int64_t load_one(std::int64_t const* from) { return __ldg(from); }
 CODA_D void load_16_bytes(std::uint32_t (&r)[4], void const* from) {
   uint4 const v = __ldg(static_cast<uint4 const*>(from));
   r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;

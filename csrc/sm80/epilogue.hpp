@@ -2,10 +2,11 @@
 //
 // Accumulators go through shared memory, a band of rows (those of one row of warps) at a time, and come back so that a thread has 8 columns of a row, or
 // 8 pairs, all passes long the same ones. So a pairing is nothing but which columns are read; tiles move by 16-byte accesses in whole lines of memory; what
-// belongs to columns is loaded once; a row's sum is one over neighbouring lanes; a column's sum grows in registers and is finished in shared memory.
-// All in a fixed order. What a pass needs of its row is asked for one pass ahead.
+// belongs to columns is loaded once; a row's sum or maximum is one over neighbouring lanes; a column's sum grows in registers and is finished in shared
+// memory. All in a fixed order. What a pass needs of its row is asked for one pass ahead.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <type_traits>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "coda/loads.hpp"
 #include "coda/params.h"
 #include "coda/sinks.hpp"
+#include "programs/loss.hpp"
 #include "sm80/device.hpp"
 #include "sm80/layouts.hpp"
 
@@ -44,12 +46,19 @@ struct Place {
   int first_pair;  // of a tile of one value a pair
 };
 
-// The facts of a row: its number, whether it exists, its position in the tables.
+// The facts of a row: its number, whether it exists, its position in the tables, the column that RowSelect is to find, or -1.
 struct Row {
   int m;
   bool inside;
   int position;
+  int selected;
 };
+
+// What a vector of columns (int64 [M]) has for a row, if it is one from `first` to `end` - 1; counted from `first`, else -1.
+CODA_D int column_between(void const* columns, int m, int first, std::int64_t end) {
+  std::int64_t const column = load_one(static_cast<std::int64_t const*>(columns) + m);
+  return column >= first && column < end ? int(column - first) : -1;
+}
 
 // Neighbouring values, which may begin anywhere. The branch is around all of them: a load inside a branch of its own would be waited for at its end.
 template <class Element, int kCount>
@@ -220,6 +229,20 @@ struct Reader<Traits, TableRow<kAbsent>> {
   }
 };
 
+template <class Traits>
+struct Reader<Traits, ColumnIs> {
+  static_assert(Traits::kPairing == Pairing::kNone, "a column of each row, of pairs, has no place");
+  using OfColumns = Nothing;
+  struct OfRow {
+    int which;
+  };
+  CODA_D static OfColumns columns(Resource const&, GemmArguments const&, typename Traits::Place const&) { return {}; }
+  CODA_D static OfRow row(OfColumns const&, Resource const& r, typename Traits::Place const& place, Row const& row) {
+    return {row.inside ? column_between(r.data, row.m, place.n[0], place.n[0] + kVector) : -1};
+  }
+  CODA_D static void put(OfColumns const&, OfRow const& row, int pair, float* in) { in[0] = row.which == pair ? 1.0f : 0.0f; }
+};
+
 // --- sinks ------------------------------------------------------------------------------------------------------------------------------
 // `store` takes the results of 8 pairs of a row: member i of pair p is out[i][p].
 template <class Traits, class Sink>
@@ -278,6 +301,94 @@ struct Writer<Traits, ColPartial> {
   }
 };
 
+// All columns of a tile's row are at hand, so there is no online maximum: 4 lanes have a group, and a scan over groups gives each its reference and all of
+// them the tile's maximum. Sums are of the exponentials of their own group, brought to the tile's maximum at the end: what a second pass reads costs no
+// exponentials more. Those are left in the place of z.
+template <class Traits>
+struct Writer<Traits, RowSoftmax> {
+  static_assert(Traits::kPairing == Pairing::kNone, "a softmax over pairs has no place");
+  static constexpr int kLanes = kSoftmaxGroup / kVector;  // of a group
+  CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float (*out)[kVector], float*, int tile_n) {
+    float(&z)[kVector] = out[0];
+    float(&q)[kVector] = out[1];
+    int const planes = int(r.value), count = int(r.columns) - place.n[0];  // of columns that count, from this thread's first on
+    bool const first_lane = thread_index() % Traits::kGroups == 0;
+    float totals[2] = {};
+    if (planes > 3) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (i < count) totals[0] += z[i], totals[1] += q[i];
+    }
+    float top = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i >= count) z[i] = -INFINITY, q[i] = 0;
+      top = fmaxf(top, z[i]);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) top = fmaxf(top, from_lane_xor(top, lanes));
+    // Of the groups up to this one, and of all.
+    float own = top;
+#pragma unroll
+    for (int lanes = kLanes; lanes < Traits::kGroups; lanes *= 2) {
+      float const other = from_lane_xor(top, lanes);
+      if ((thread_index() & lanes) != 0) own = fmaxf(own, other);
+      top = fmaxf(top, other);
+    }
+    SoftmaxSums<float> sums{own * kLog2E<float>};
+    float const base = float(kExponentialShift) - finite_or_zero(sums.top);
+    if (r.second != nullptr && thread_index() % kLanes == 0 && row.inside && count > 0) {
+      std::int64_t const groups = (r.columns + kSoftmaxGroup - 1) / kSoftmaxGroup;
+      static_cast<float*>(const_cast<void*>(r.second))[row.m * groups + place.n[0] / kSoftmaxGroup] = sums.top;
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      z[i] = exp2_(fmaf(z[i], kLog2E<float>, base));
+      sums.sum += z[i];
+      sums.dot = fmaf(z[i], q[i], sums.dot);
+    }
+    sums.rescale(top * kLog2E<float>);
+    float* const to = static_cast<float*>(r.data) + tile_n * r.ld + row.m;
+    bool const stores = first_lane && row.inside && count > 0;
+    if (stores) to[0] = sums.top;
+    float* const values[] = {&sums.sum, &sums.dot, &totals[0], &totals[1]};
+#pragma unroll
+    for (int p = 1; p < 5; ++p) {
+      if (p >= planes) continue;
+      float sum = *values[p - 1];
+#pragma unroll
+      for (int lanes = 1; lanes < Traits::kGroups; lanes *= 2) sum += from_lane_xor(sum, lanes);
+      if (stores) to[p * r.pair_stride] = sum;
+    }
+  }
+};
+
+// `out` is what RowSoftmax has left.
+template <class Traits>
+struct Writer<Traits, Exponentials> {
+  CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float const (*out)[kVector], float*, int) {
+    std::uint32_t words[kVector / 2];
+#pragma unroll
+    for (int w = 0; w < kVector / 2; ++w) words[w] = pack<fp16>(out[0][2 * w], out[0][2 * w + 1]);
+    if (row.inside && place.inside[0]) store_16_bytes(static_cast<fp16*>(r.data) + row.m * r.ld + place.n[0], words);
+  }
+};
+
+template <class Traits>
+struct Writer<Traits, RowSelect> {
+  static_assert(Traits::kPairing == Pairing::kNone, "selecting from pairs has no place");
+  CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float const (*out)[kVector], float*, int) {
+    int const which = row.selected - place.n[0];
+    if (row.selected < 0 || which < 0 || which >= kVector) return;
+    float first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      if (i == which) first = out[0][i], second = out[1][i];
+    float* const to = static_cast<float*>(r.data) + row.m;
+    to[0] = first, to[r.pair_stride] = second;
+  }
+};
+
 }  // namespace detail
 
 template <class Program, class Config, class Element_>
@@ -313,8 +424,18 @@ struct Epilogue {
   static constexpr int count_columns(List<Ts...>) {
     return (0 + ... + int(std::is_same_v<Ts, ColPartial>));
   }
+  // The first sink of a kind, or how many sinks there are.
+  template <class Wanted, class... Ts>
+  static constexpr int find_sink(List<Ts...>) {
+    constexpr bool matches[] = {std::is_same_v<Ts, Wanted>..., true};
+    int i = 0;
+    while (!matches[i]) ++i;
+    return i;
+  }
   static constexpr bool kTables = has_table(Loads{});
   static constexpr int kColPartials = count_columns(Sinks{});
+  static constexpr int kSelect = find_sink<RowSelect>(Sinks{}), kSoftmax = find_sink<RowSoftmax>(Sinks{}), kExponentials = find_sink<Exponentials>(Sinks{});
+  static_assert(kExponentials == Sinks::size || kSoftmax < kExponentials, "exponentials are of a softmax before them");
   static constexpr int kBandBytes = 4 * Config::kWarpM * kStride;
   static constexpr int kSumBytes = kColPartials > 0 ? 4 * kRowsAtOnce * Config::kTileN : 0;
   static constexpr int kSharedBytes = kBandBytes > kSumBytes ? kBandBytes : kSumBytes;
@@ -398,8 +519,11 @@ struct Epilogue {
 
     auto const row_at = [&](int local) {
       int const m = first_m + local;
-      detail::Row row{m, m < int(g.m), 0};
+      detail::Row row{m, m < int(g.m), 0, -1};
       if constexpr (kTables) row.position = positions[local];
+      if constexpr (kSelect < Sinks::size) {
+        if (row.inside) row.selected = detail::column_between(g.sinks[kSelect].second, m, 0, g.sinks[kSelect].columns);
+      }
       return row;
     };
     auto const fetch = [&](detail::Row const& row) {
@@ -466,13 +590,15 @@ struct Epilogue {
             for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
           }
         }
-        (Writer<Ss>::store(g.sinks[kS], place, row, out + OutputSlots<Program>::offset(int(kS)), sums[kSumOf[kS]], tile_n), ...);
+        (Writer<Ss>::store(g.sinks[kS], place, row, out + slot_of(int(kS)), sums[kSumOf[kS]], tile_n), ...);
         row = next_row, of_row = next;
       }
       barrier();
     }
     ((std::is_same_v<Ss, ColPartial> ? finish_columns(g.sinks[kS], g, first_m, first_n, sums[kSumOf[kS]], band) : void()), ...);
   }
+
+  static constexpr int slot_of(int sink) { return OutputSlots<Program>::offset(sink == kExponentials ? kSoftmax : sink); }
 
   template <int kEnd, class... Ss>
   static constexpr int count_before(List<Ss...>) {

@@ -23,8 +23,7 @@ struct Gemm : Block<Program, Config, Element, kLayout> {
   using Block = sm80::Block<Program, Config, Element, kLayout>;
 
   static LaunchStatus launch(GemmArguments const& g) {
-    for (int i = 0; i < Program::Sinks::size; ++i)
-      if (g.sinks[i].columns % 8 != 0) return {"launch", "a tensor with fewer columns must have a multiple of 8 of them"};
+    if (!whole_vectors(g, typename Program::Sinks{})) return {"launch", "a tensor with fewer columns must have a multiple of 8 of them"};
     Grid grid;
     std::int64_t const tiles_m = (g.m + Config::kTileM - 1) / Config::kTileM, tiles_n = (g.n + Config::kTileN - 1) / Config::kTileN;
     if (tiles_m * tiles_n > std::int64_t(1) << 30) return {"launch", "the product has more tiles than a grid"};
@@ -37,6 +36,13 @@ struct Gemm : Block<Program, Config, Element, kLayout> {
     kernel<Block><<<unsigned(tiles_m * tiles_n), Config::kThreads, Block::kSharedMemory, static_cast<cudaStream_t>(g.stream)>>>(g, grid);
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return {"launch", cudaGetErrorString(e)};
     return {};
+  }
+
+ private:
+  template <class... Ss>
+  static bool whole_vectors(GemmArguments const& g, List<Ss...>) {
+    int i = 0;
+    return ((!std::is_same_v<Ss, TileStore> | (g.sinks[i++].columns % 8 == 0)) && ...);
   }
 };
 

@@ -6,6 +6,7 @@ also with --tool racecheck. Without torch's cache an access behind a buffer is n
 torch's reads of what they wrote.
 """
 import sys
+import time
 
 import torch
 
@@ -42,12 +43,14 @@ def main(part=""):
     torch.manual_seed(0)
     for key, kernel in KERNELS.items():
         if part in key:
+            print(key, end="", flush=True)  # before it runs: so that the last line is about what went wrong, or took too long
+            begin = time.monotonic()
             for m, n, k in ((8 if kernel["layout"] == "nt" else 1, 8, 8), (136, 264, 72)):
                 with force_kernel(key):
                     for _ in run(kernel, m, n, k, 0):
                         pass
             torch.cuda.synchronize()
-            print(key, flush=True)
+            print(f": {time.monotonic() - begin:.1f} s", flush=True)
     for m, d in ((3, 40), (130, 264)):
         row_kernels(m, d)
         torch.cuda.synchronize()

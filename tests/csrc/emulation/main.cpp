@@ -11,6 +11,7 @@
 #include "host/program.hpp"
 #include "programs/activation.hpp"
 #include "programs/glu.hpp"
+#include "programs/loss.hpp"
 #include "programs/norm.hpp"
 #include "programs/plain.hpp"
 #include "programs/rope.hpp"
@@ -18,7 +19,13 @@
 
 using namespace coda;
 using sm80::bf16;
+using sm80::fp16;
 using sm80::Layout;
+
+template <>
+struct coda::host::ExponentialOf<bf16> {
+  using type = fp16;
+};
 
 namespace {
 
@@ -38,6 +45,7 @@ struct Aligned {
 
 // Everything that a call's resources point to.
 struct Memory {
+  std::vector<std::unique_ptr<std::vector<std::int64_t>>> targets;
   std::vector<std::unique_ptr<Aligned<bf16>>> halves;
   std::vector<std::unique_ptr<Aligned<float>>> floats;
   template <class F>
@@ -57,26 +65,39 @@ struct Memory {
 struct Shape {
   int m, n, k;
   int head_dim = 0, rotary_dim = 0;
+  int lacking = 0;  // of the loss: how many of the columns are there for alignment alone
   int variant = 0;  // which resources are absent, fp32, not aligned
+  int columns() const { return n - lacking; }
 };
+
+template <class Program>
+constexpr bool kIsLoss = false;
+template <class... Stores>
+constexpr bool kIsLoss<LseSelectInto<Stores...>> = true;
+template <>
+constexpr bool kIsLoss<DLogits> = true;
 
 constexpr int kPositions = 50;
 
+// Variants of the loss: no cap, bias with -inf; cap, no bias; no cap, all sums; cap, no rstd, bias with -inf, all sums.
 struct Maker {
   Memory& memory;
   GemmArguments& g;
   Shape const& s;
+  bool loss;
   bool odd() const { return s.variant % 2 == 1; }
-  void load(Scalar, Resource& r, int) { r.value = s.variant % 6; }  // an activation's kind, or a factor
+  void load(Scalar, Resource& r, int) { r.value = loss && !odd() ? 0 : s.variant % 6; }  // an activation's kind, a factor, or a cap
   template <int kAbsent>
   void load(RowVector<kAbsent>, Resource& r, int i) {
-    if (odd() && i % 2 == 0) return;
+    if (loss ? s.variant == 1 : odd() && i % 2 == 0) return;
     r.fp32 = s.variant >= 2;
-    r.data = r.fp32 ? static_cast<void*>(memory.add_float(std::size_t(s.n) + 1, fraction) + 1) : memory.add_half(std::size_t(s.n) + 1, fraction) + 1;
+    int n = 0;
+    auto const value = [&] { return loss && s.variant != 2 && (++n < 44 || n == 150) ? -std::numeric_limits<float>::infinity() : fraction(); };
+    r.data = r.fp32 ? static_cast<void*>(memory.add_float(std::size_t(s.n) + 1, value) + 1) : memory.add_half(std::size_t(s.n) + 1, value) + 1;
   }
   template <int kAbsent>
   void load(ColVector<kAbsent>, Resource& r, int i) {
-    if (odd() && i % 2 == 1) return;
+    if (loss && i == 0 ? s.variant == 3 : odd() && i % 2 == 1) return;
     r.data = memory.add_float(std::size_t(s.m), [] { return fraction() + 1.5f; });
   }
   void load(TileLoad, Resource& r, int i) {
@@ -97,6 +118,14 @@ struct Maker {
     std::size_t const count = std::size_t(s.head_dim);
     r.data = r.fp32 ? static_cast<void*>(memory.add_float(count, fraction)) : memory.add_half(count, fraction);
     r.second = r.fp32 ? static_cast<void*>(memory.add_float(count, fraction)) : memory.add_half(count, fraction);
+  }
+  void load(ColumnIs, Resource& r, int) { r.data = targets(); }
+  // A quarter of them no column, and some where tiles and the columns end.
+  std::int64_t* targets() {
+    memory.targets.push_back(std::make_unique<std::vector<std::int64_t>>(std::size_t(s.m)));
+    int const edges[] = {-1, s.columns(), -(1 << 20), s.n, 0, s.columns() - 1, 127, 128};
+    for (auto& target : *memory.targets.back()) target = random_bits() % 2 == 0 ? edges[random_bits() % 8] : int(random_bits() % unsigned(s.columns()));
+    return memory.targets.back()->data();
   }
   // Sinks are filled with what no result is.
   static float poison() { return std::numeric_limits<float>::infinity(); }
@@ -119,6 +148,25 @@ struct Maker {
     r.ld = s.n;
     r.data = memory.add_float(std::size_t(s.n) * 64, poison);
   }
+  void sink(RowSoftmax, Resource& r, int) {
+    int const planes[] = {2, 3, 5, 5};
+    r.value = planes[s.variant], r.columns = s.columns();
+    r.ld = s.m + 1, r.pair_stride = r.ld * 16;
+    r.data = memory.add_float(std::size_t(5 * r.pair_stride), poison);
+    if (exponentials || s.variant != 1) r.second = memory.add_float(std::size_t(s.m * groups() + 1), poison);
+  }
+  void sink(Exponentials, Resource& r, int) {
+    r.ld = (s.n + 15) / 8 * 8;
+    r.data = memory.add_half(std::size_t(s.m * r.ld), poison);
+  }
+  void sink(RowSelect, Resource& r, int) {
+    r.columns = s.columns(), r.pair_stride = s.m + 1;
+    r.data = memory.add_float(std::size_t(2 * r.pair_stride), poison);
+    r.second = selected;
+  }
+  bool exponentials = false;
+  std::int64_t const* selected = nullptr;
+  int groups() const { return (s.columns() + kSoftmaxGroup - 1) / kSoftmaxGroup; }
 };
 
 void report(std::string const& what, char const* kind, int i, double at, double found, double wanted) {
@@ -134,6 +182,7 @@ struct Comparer {
   void tile(Resource const& r, Resource const& expected, int i) {
     if (r.data == nullptr) return;
     for (std::int64_t at = 0; at < s.m * r.ld; ++at) {
+      if (s.lacking > 0 && at % r.ld >= s.columns() && at % r.ld < s.n) continue;
       auto const found = static_cast<bf16 const*>(r.data)[at], wanted = static_cast<bf16 const*>(expected.data)[at];
       if (found.bits != wanted.bits && !near(found, wanted)) return report(what, "tile", i, double(at), float(found), float(wanted));
     }
@@ -157,8 +206,75 @@ struct Comparer {
     sums(r, expected, (s.n + Config::kTileN - 1) / Config::kTileN, 1, s.m, "sum of row", i);
   }
   void compare(ColPartial, Resource const& r, Resource const& expected, int i) {
-    sums(r, expected, (s.m + Config::kTileM - 1) / Config::kTileM, (s.m + 15) / 16, s.n, "sum of column", i);
+    sums(r, expected, (s.m + Config::kTileM - 1) / Config::kTileM, (s.m + 15) / 16, s.columns(), "sum of column", i);
   }
+  void compare(RowSelect, Resource const& r, Resource const& expected, int i) {
+    for (std::int64_t at = 0; at < 2 * r.pair_stride; ++at) {
+      float const found = static_cast<float const*>(r.data)[at], wanted = static_cast<float const*>(expected.data)[at];
+      if (!(found == wanted)) return report(what, "selected", i, double(at), found, wanted);
+    }
+  }
+  // The CPU back end has one tile; here each has a maximum of its own, so that references are compared with those of the columns before them.
+  void compare(RowSoftmax, Resource const& r, Resource const& expected, int i) {
+    softmax = &r, expected_softmax = &expected;
+    int const tiles = (s.columns() + Config::kTileN - 1) / Config::kTileN, groups = (s.columns() + kSoftmaxGroup - 1) / kSoftmaxGroup, planes = int(r.value);
+    auto const value = [](Resource const& from, int plane, int tile, int m) {
+      return plane < int(from.value) ? static_cast<float const*>(from.data)[plane * from.pair_stride + tile * from.ld + m] : 0.0f;
+    };
+    auto const near = [](double a, double b) { return a == b || std::abs(a - b) <= 1e-5 * (10 + std::abs(b)); };
+    auto const reference = [&](Resource const& from, int m, int group) { return static_cast<float const*>(from.second)[m * groups + group]; };
+    for (int m = 0; m < s.m; ++m) {
+      double const nothing = -std::numeric_limits<double>::infinity();
+      SoftmaxSums<double> found{nothing}, wanted{nothing};
+      double totals[2] = {};
+      wanted.add({value(expected, 0, 0, m), value(expected, 1, 0, m), value(expected, 2, 0, m)});
+      for (int t = 0; t < tiles; ++t) {
+        if (r.second != nullptr) {
+          int const first = t * Config::kTileN / kSoftmaxGroup, last = std::min(first + Config::kTileN / kSoftmaxGroup, groups) - 1;
+          for (int group = first; group <= last; ++group) {
+            double const of_all = std::max(found.top, double(reference(r, m, group)));
+            if (of_all != reference(expected, m, group)) return report(what, "reference", i, m * groups + group, of_all, reference(expected, m, group));
+          }
+          if (reference(r, m, last) != value(r, 0, t, m)) return report(what, "last reference", i, m, reference(r, m, last), value(r, 0, t, m));
+        }
+        found.add({value(r, 0, t, m), value(r, 1, t, m), value(r, 2, t, m)});
+        for (int p = 0; p < 2; ++p) totals[p] += value(r, 3 + p, t, m);
+      }
+      if (found.top != wanted.top) return report(what, "maximum", i, m, found.top, wanted.top);
+      if (!near(found.lse(), wanted.lse())) return report(what, "lse", i, m, found.lse(), wanted.lse());
+      if (found.sum > 0 && !near(found.dot / found.sum, wanted.dot / wanted.sum)) return report(what, "dot", i, m, found.dot, wanted.dot);
+      if (!(found.dot == found.dot)) return report(what, "dot", i, m, found.dot, wanted.dot);
+      for (int p = 0; p < 2; ++p)
+        if (!near(totals[p], value(expected, 3 + p, 0, m))) return report(what, "total", i, m, totals[p], value(expected, 3 + p, 0, m));
+    }
+    for (int p = 0; p < 5; ++p)
+      for (int t = 0; t < 16; ++t)
+        for (int m = 0; m < r.ld; ++m)
+          if (std::isinf(static_cast<float const*>(r.data)[p * r.pair_stride + t * r.ld + m]) < (p >= planes || t >= tiles || m >= s.m))
+            return report(what, "plane", p, t, m, 0);
+    if (r.second != nullptr && std::isfinite(static_cast<float const*>(r.second)[s.m * groups])) report(what, "references", i, 0, 0, 0);
+  }
+  void compare(Exponentials, Resource const& r, Resource const& expected, int i) {
+    int const groups = (s.columns() + kSoftmaxGroup - 1) / kSoftmaxGroup;
+    for (int m = 0; m < s.m; ++m)
+      for (int n = 0; n < r.ld; ++n) {
+        float const found = static_cast<fp16 const*>(r.data)[m * r.ld + n], wanted = static_cast<fp16 const*>(expected.data)[m * r.ld + n];
+        if (n >= s.columns()) {  // nothing, and behind it what was there
+          float const there = n < s.n ? 0.0f : fp16_poison();
+          if (!(found == there || (found != found && there != there))) return report(what, "exponential outside", i, n, found, there);
+          continue;
+        }
+        auto const reference = [&](Resource const* of) { return static_cast<float const*>(of->second)[m * groups + n / kSoftmaxGroup]; };
+        double const scale = std::exp2(double(finite_or_zero(reference(softmax))) - finite_or_zero(reference(expected_softmax)));
+        if (!(std::abs(found * scale - wanted) <= wanted * 0x1p-10 + 0x1p-24)) return report(what, "exponential", i, n, found * scale, wanted);
+      }
+  }
+  static float fp16_poison() {
+    fp16 h;
+    h.bits = bf16(Maker::poison()).bits;
+    return h;
+  }
+  Resource const *softmax = nullptr, *expected_softmax = nullptr;
 };
 
 template <class Program, class Config, Layout kLayout, class... Ls, class... Ss, std::size_t... kL, std::size_t... kS>
@@ -180,24 +296,27 @@ void check(std::string const& name, Shape const& s, List<Ls...>, List<Ss...>, st
   bool const a_major_k = kLayout != Layout::kNT, b_major_k = kLayout == Layout::kTN;
   g.a.ld = (a_major_k ? s.k : s.m) + 8, g.b.ld = (b_major_k ? s.k : s.n) + 16;
   g.b.pair_stride = kHalves ? (s.n / 2 + 1) * g.b.ld : 0;
-  auto const* a = memory.add_half(std::size_t(g.a.ld * (a_major_k ? s.m : s.k)), small);
-  auto const* b = memory.add_half(std::size_t(g.b.ld * ((b_major_k ? s.n : s.k) + 1)), small);
-  g.a.data = const_cast<bf16*>(a), g.b.data = const_cast<bf16*>(b);
+  auto const* a = memory.add_half(std::size_t(g.a.ld * (a_major_k ? s.m : s.k)), [] { return kIsLoss<Program> ? small() / 16 : small(); });
+  auto* b = memory.add_half(std::size_t(g.b.ld * ((b_major_k ? s.n : s.k) + 1)), small);
+  if (s.lacking > 0) std::fill(b + s.columns() * g.b.ld, b + s.n * g.b.ld, bf16(0.0f));
+  g.a.data = const_cast<bf16*>(a), g.b.data = b;
 
-  Maker maker{memory, g, s};
+  Maker maker{memory, g, s, kIsLoss<Program>, (std::is_same_v<Ss, Exponentials> || ...), nullptr};
+  maker.selected = maker.targets();
   (maker.load(Ls{}, g.loads[kL], int(kL)), ...);
   GemmArguments expected = g;
   (maker.sink(Ss{}, g.sinks[kS], int(kS)), ...);
   (maker.sink(Ss{}, expected.sinks[kS], int(kS)), ...);
 
-  std::vector<float> acc(std::size_t(s.m * s.n));
+  expected.n = s.columns();
+  std::vector<float> acc(std::size_t(s.m * expected.n));
   for (int m = 0; m < s.m; ++m)
-    for (int n = 0; n < s.n; ++n) {
+    for (int n = 0; n < expected.n; ++n) {
       std::int64_t const row = kHalves && n >= s.n / 2 ? n - s.n / 2 : n, half = kHalves && n >= s.n / 2 ? g.b.pair_stride : 0;
       float sum = 0;
       for (int k = 0; k < s.k; ++k)
         sum += float(a_major_k ? a[m * g.a.ld + k] : a[k * g.a.ld + m]) * float(b_major_k ? b[half + row * g.b.ld + k] : b[k * g.b.ld + row]);
-      acc[std::size_t(m * s.n + n)] = sum;
+      acc[std::size_t(m * expected.n + n)] = sum;
     }
   host::run<Program, bf16, float>(expected, acc.data(), 0, (s.m + 15) / 16);
 
@@ -231,8 +350,6 @@ void check(std::string const& name, std::vector<Shape> const& shapes) {
 
 using Square = sm80::Config<128, 128, 32, 2, 2, 4, 2>;
 using Wide = sm80::Config<128, 256, 32, 2, 4, 4, 1>;
-using Tall = sm80::Config<256, 128, 32, 4, 2, 4, 1>;
-using Deep = sm80::Config<128, 128, 64, 2, 2, 3, 2>;
 using Small = sm80::Config<64, 128, 32, 2, 2, 4, 3>;
 
 // Every program, or one of each pairing and major.
@@ -245,7 +362,12 @@ void all(std::string const& config, bool everything) {
   check<DActLayer, Config, Layout::kNN>(name("dact_layer"), few);
   check<RstdRope<Pairing::kHeadHalves>, Config, Layout::kTN>(name("rstd_rope"), {heads[0], heads[1]});
   check<RstdQkNormRope, Config, Layout::kTN>(name("rstd_qknorm_rope"), {heads[0]});
+  std::vector<Shape> const classes = {{136, 264, 72, 0, 0, 3}, {1, 8, 8}, {30, 552, 40, 0, 0, 7}, {16, 320, 72}};
+  check<LseSelectExponentials, Config, Layout::kTN>(name("lse_select_exponentials"), classes);
+  check<DLogits, Config, Layout::kTN>(name("dlogits"), classes);
   if (!everything) return;
+  check<LseSelect, Config, Layout::kTN>(name("lse_select"), classes);
+  check<LseSelectLogits, Config, Layout::kTN>(name("lse_select_logits"), classes);
   check<Plain, Config, Layout::kNN>(name("plain nn"), {{136, 264, 72}, {1, 8, 8}});
   check<Plain, Config, Layout::kNT>(name("plain nt"), {{136, 264, 72}, {8, 8, 8}});
   check<PlainResidual, Config, Layout::kTN>(name("plain_residual"), few);
@@ -307,8 +429,6 @@ int main() {
   check_banks();
   all<Square>("128x128x32", true);
   all<Wide>("128x256x32", false);
-  all<Tall>("256x128x32", false);
-  all<Deep>("128x128x64", false);
   all<Small>("64x128x32", false);
   if (failures > 0) std::printf("%d failures\n", failures);
   return failures > 0;

@@ -6,6 +6,7 @@
 
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -33,6 +34,32 @@ struct bf16 {
     float f;
     std::memcpy(&f, &word, 4);
     return f;
+  }
+};
+
+struct fp16 {
+  std::uint16_t bits;
+  fp16() = default;
+  explicit fp16(float f) {
+    std::uint32_t word;
+    std::memcpy(&word, &f, 4);
+    std::uint32_t const sign = word >> 16 & 0x8000, size = word & 0x7fffffff;
+    if (size > 0x7f800000) {
+      bits = 0x7fff;
+    } else if (size >= 0x477ff000) {
+      bits = std::uint16_t(sign | 0x7c00);
+    } else if (size < 0x38800000) {
+      bits = std::uint16_t(sign | std::uint32_t(std::nearbyint(std::ldexp(std::abs(f), 24))));
+    } else {
+      bits = std::uint16_t(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+    }
+  }
+  operator float() const {
+    int const exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
+    float const size = exponent == 31  ? (mantissa != 0 ? NAN : INFINITY)
+                       : exponent == 0 ? std::ldexp(float(mantissa), -24)
+                                       : std::ldexp(float(mantissa + 1024), exponent - 25);
+    return (bits & 0x8000) != 0 ? -size : size;
   }
 };
 
@@ -219,6 +246,7 @@ void copy_aligned(To* to, From const* from, std::size_t bytes, void const* memor
   std::memcpy(to, from, bytes);
 }
 inline float load_one(float const* from) { return *from; }
+inline std::int64_t load_one(std::int64_t const* from) { return *from; }
 inline void load_16_bytes(std::uint32_t (&r)[4], void const* from) { copy_aligned(r, static_cast<unsigned char const*>(from), 16, from); }
 inline void store_16_bytes(void* to, std::uint32_t const (&r)[4]) { copy_aligned(static_cast<unsigned char*>(to), r, 16, to); }
 inline void load_four(float* to, float const* from) { copy_aligned(to, from, 16, from); }
