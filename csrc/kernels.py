@@ -138,7 +138,8 @@ COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, s
 # The same with tile loads, for long products. Launched back to back, as in training, the card has less power than in measurements with pauses, and what counts
 # is the energy of the mainloop: it reads a third less from the second-level cache than 128x128 and half from memory, where blocks that drift apart
 # along K read again what others have read. Against 128x128 then, with torch.mm at 1:
-#   norm_backward, gate-up: 1b (1.06 to 1.09 against 1.08 to 1.14), 8b (1.03 against 1.05 to 1.12); qkv, where K is 3072 and 6144, (1.31 against 1.18) and (1.15 against 1.09)
+#   norm_backward, gate-up: 1b (1.06 to 1.09 against 1.08 to 1.14), 8b (1.03 against 1.05 to 1.12);
+#   norm_backward, qkv, where K is 3072 and 6144: 1b (1.31 against 1.18), 8b (1.15 against 1.09)
 #   residual_sqsum, down-projection: 1b (1.08 against 1.07 to 1.13), 8b (1.03 to 1.06 against 1.05 to 1.10)
 # Also tried, no better: 64x256 pingpong, 256x128 and 128x192 cooperative, a subtile of 32 with one of stores. Blocks that wait for the slowest halve
 # norm_backward's reads from memory once more, 8.7 GB to 4.5 GB at 8b, and save 1 % of its time (bench/results/tuning.json).
@@ -156,11 +157,14 @@ ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store
 ROPE_64 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=64, stages_store=2, tag="r64")
 ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_store=2, tag="r128")
 
-# The configurations for SM80: none has been measured yet. A warp's tile is 64 x 64, the largest whose accumulators leave room for two sets of fragments.
-# Two blocks of 128 x 128 on a multiprocessor: the epilogue of one runs under the products of the other, and on 8.6, whose shared memory takes one of
-# them, there is less to hide. One of 128 x 256 loads a quarter less, but its epilogue is exposed. Small products get a tile for more multiprocessors.
-SQUARE = Sm80Config((128, 128, 32), (2, 2), stages=4, blocks=2)
-WIDE = Sm80Config((128, 256, 32), (2, 4), stages=4, blocks=1)
+# The configurations for SM80, measured on 9.0 only (bench/results/sm80.json: times over the best plain SM80 kernel's). A warp's tile is 64 x 64, the largest
+# whose accumulators leave room for two sets of fragments. Two blocks of 128 x 128 on a multiprocessor: the epilogue of one runs under the products of the
+# other, and on 8.6, whose shared memory takes one of them, there is less to hide. One of 128 x 256 loads a quarter less, but its epilogue is exposed:
+# norm_backward for gate-up (1.01, 1.02) against 128x128 (1.04, 1.10), but dswiglu (1.40, 1.14) against (1.22, 1.10), residual_sqsum for the out-projection
+# (1.32, 1.15) against (1.21, 1.11). Small products get a tile for more multiprocessors. For the plain product 256x128 and 128x128x64 with three stages
+# are no better; CUTLASS 2.x's best of nine takes 1.305 ms for down-projection at 1b where 128x256 takes 1.294.
+SQUARE = Sm80Config((128, 128, 32), (2, 2), stages=4, blocks=2, rate=0.97)
+WIDE = Sm80Config((128, 256, 32), (2, 4), stages=4, blocks=1, min_k=6144)
 SMALL = Sm80Config((64, 128, 32), (2, 2), stages=4, blocks=3, rate=0.8)
 
 
@@ -200,7 +204,8 @@ def manifest() -> list[Kernel]:
     add("rstd_qknorm_rope", "RstdQkNormRope", rope, ("tn",), (ROPE_64, ROPE_128))
     add("rstd_rope_adjacent", "RstdRope<Pairing::kAdjacent>", rope, ("tn",), (PINGPONG_192, PINGPONG_128))
     loss = "programs/loss.hpp"
-    # No measurements yet. The first three have the same one configuration: then the loss has the same bits whatever is stored beside.
+    # A chunk of 2048 tokens and 128256 classes, 1b and 8b: lse_select (1.04, 1.00), with exponentials (1.20, 1.02), dlogits (1.08, 1.01); 128x192 spills (1.98,
+    # 1.37). The first three have the same one configuration: then the loss has the same bits whatever is stored beside.
     add("lse_select", "LseSelect", loss, ("tn",), (PINGPONG_128,))
     add("lse_select_logits", "LseSelectLogits", loss, ("tn",), (PINGPONG_128,))
     add("lse_select_exponentials", "LseSelectExponentials", loss, ("tn",), (PINGPONG_128,))
