@@ -100,10 +100,8 @@ def with_float32_logits(x, weight, target, scale):
     rounded for its products, as it must be for operands in 16 bits."""
     logits = (x.float() @ weight.float().t()).requires_grad_()
     loss = F.cross_entropy(logits, target, reduction="none")
-    dz = torch.autograd.grad(loss.sum() * scale, logits)[0].to(x.dtype)
-    # On a GPU the library's, which may round in between.
-    product = lambda a, b: a @ b if a.is_cuda else (a.float() @ b.float()).to(a.dtype)
-    return loss.detach(), dict(x=product(dz, weight), weight=product(dz.t(), x))
+    dz = torch.autograd.grad(loss.sum() * scale, logits)[0].to(x.dtype).float()
+    return loss.detach(), dict(x=(dz @ weight.float()).to(x.dtype), weight=(dz.t() @ x.float()).to(x.dtype))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -120,7 +118,8 @@ def test_against_logits_in_float32(device, v, deviation, dtype, reduction):
     for rows in (50, 160):
         _, found = gradients_of(tensors, target, reduction=reduction, chunk_bytes=rows * v * 2)
         for k in tensors:
-            assert_no_worse(f"gradient of {k}, {rows} rows", found[k], eager[k], exact[k])
+            # On a GPU torch's library may round the parts of a product that it splits along K: sqrt(2) of the error of one rounding.
+            assert_no_worse(f"gradient of {k}, {rows} rows", found[k], eager[k], exact[k], *([1.5] if device != "cpu" else []))
     ours = coda.linear_cross_entropy(**tensors, target=target, reduction="none")
     assert_no_worse("loss", ours, loss, exact_loss.detach())
 
