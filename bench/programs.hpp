@@ -186,14 +186,6 @@ inline std::vector<Program> const& programs() {
                          {{"alpha", Shape::kScalar, 0.75}, bias, {"beta", Shape::kScalar, -1.25}, {"c", Shape::kTile}}, {{"d", Shape::kTile}},
                          [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1] + in[2] * in[3]; }),
 
-      row<LseSelect>("lse_select", "tn", {rstd, bias, cap}, {picked, softmax}, lse_select),
-      row<LseSelectLogits>("lse_select_logits", "tn", {rstd, bias, cap}, {picked, softmax, {"logits", Shape::kTile}}, lse_select),
-      row<LseSelectExponentials>("lse_select_exponentials", "tn", {rstd, bias, cap}, {picked, softmax, {"exponentials", Shape::kExponentials}}, lse_select),
-      row<DLogits>("dlogits", "tn",
-                   {rstd, bias, cap, {"lse", Shape::kPerRow, 6, 0.1}, {"by_softmax", Shape::kPerRow, 1, 0.1}, {"by_all", Shape::kPerRow, 0.1, 0.01},
-                    {"by_target", Shape::kPerRow, 1, 0.1}, {"target", Shape::kTarget}},
-                   {{"dz", Shape::kTile}, row_dot, {"dbias", Shape::kColPartial}}, dlogits),
-
       row<RstdGlu<Silu>>("rstd_swiglu", "tn", {rstd, silu_kind}, {product}, glu<silu>),
       row<RstdGluPreactivation<Silu>>("rstd_swiglu_preactivation", "tn", {rstd, silu_kind}, {preactivation, product}, glu_preactivation<silu>),
       row<DGlu<Silu>>("dswiglu", "nn", {gate, up, rstd, silu_kind}, {dgate, dup, {"product", Shape::kTile}, row_dot}, dglu<silu>),
@@ -288,6 +280,14 @@ inline std::vector<Program> const& programs() {
       row<RstdQkNormRope>("rstd_qknorm_rope", "tn",
                           {rstd, bias, {"gammas", Shape::kPerHeadColumn, 1, 0.1}, {"eps", Shape::kScalar, 0.01}, cosine, sine},
                           {{"y", Shape::kTile}, {"product", Shape::kTile}}, qknorm_rope, qknorm_term),
+
+      row<LseSelect>("lse_select", "tn", {rstd, bias, cap}, {picked, softmax}, lse_select),
+      row<LseSelectLogits>("lse_select_logits", "tn", {rstd, bias, cap}, {picked, softmax, {"logits", Shape::kTile}}, lse_select),
+      row<LseSelectExponentials>("lse_select_exponentials", "tn", {rstd, bias, cap}, {picked, softmax, {"exponentials", Shape::kExponentials}}, lse_select),
+      row<DLogits>("dlogits", "tn",
+                   {rstd, bias, cap, {"lse", Shape::kPerRow, 6, 0.1}, {"by_softmax", Shape::kPerRow, 1, 0.1}, {"by_all", Shape::kPerRow, 0.1, 0.01},
+                    {"by_target", Shape::kPerRow, 1, 0.1}, {"target", Shape::kTarget}},
+                   {{"dz", Shape::kTile}, row_dot, {"dbias", Shape::kColPartial}}, dlogits),
   };
   return table;
 }

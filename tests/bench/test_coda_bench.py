@@ -33,6 +33,10 @@ PROGRAMS = (
     "rstd_rope",
     "rstd_rope_adjacent",
     "rstd_qknorm_rope",
+    "lse_select",
+    "lse_select_logits",
+    "lse_select_exponentials",
+    "dlogits",
 )
 HALVES = ("rstd_swiglu", "rstd_swiglu_preactivation", "rstd_geglu", "rstd_geglu_preactivation")
 SMALL = ("-m", "264", "-n", "520", "-k", "192")
