@@ -77,9 +77,9 @@ class Arch:
         return [_gencode(self.capability)] + ([_gencode(self.capability, ptx=True)] if self.ptx else [])
 
 
-def _gencode(capability: str, ptx: bool = False, virtual: str = "") -> str:
+def _gencode(capability: str, ptx: bool = False) -> str:
     number = capability.replace(".", "")
-    return f"-gencode=arch=compute_{(virtual or capability).replace('.', '')},code={'compute' if ptx else 'sm'}_{number}"
+    return f"-gencode=arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}"
 
 
 def kernel_code(arch: str, archs: Iterable[Arch]) -> list:
@@ -93,8 +93,7 @@ def kernel_code(arch: str, archs: Iterable[Arch]) -> list:
 
 def kernel_gencode(code: Iterable) -> list[str]:
     # wgmma and TMA multicast need the `a` feature set.
-    flags = [_gencode(c.capability + "a", virtual="9.0a") if c.arch == "sm90" else _gencode(c.capability, c.ptx) for c in code]
-    return flags
+    return [_gencode(f"{c.capability}a" if c.arch == "sm90" else c.capability, c.ptx) for c in code]
 
 
 def parse_archs(text: str | None) -> list[Arch]:

@@ -100,7 +100,8 @@ at::Tensor gemm(GemmCall const& call) {
   return out;
 }
 
-// The library: for a product with K = 2048 and a sum of 128256 x 4096 it takes 1.19 of torch.mm, a program that read and wrote the sum in its epilogue took 1.25.
+// The library: for a product with K = 2048 and a sum of 128256 x 4096 it takes 1.19 of torch.mm, a program that read and wrote the sum in its epilogue
+// took 1.25 (bench/results/head.json).
 void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b, bool add) {
   if (!use_eager(a)) note(a.is_cpu() ? "cpu" : cuda::arch(), a.is_cpu() ? "" : "library");
   bool const empty = a.numel() == 0 || b.numel() == 0, sixteen = a.scalar_type() == at::kHalf || a.scalar_type() == at::kBFloat16;

@@ -108,7 +108,7 @@ struct LseCall {
   std::int64_t rows;  // of logits that may be held at a time, beyond those that are stored
 };
 
-// How the gradient of a row's logits comes about: by_softmax, by_all and by_target of programs/loss.hpp, [3, M].
+// From factors [3, M]: by_softmax, by_all and by_target of programs/loss.hpp.
 struct LogitGradient {
   at::Tensor dz;       // [M, round_up(V, 8)] in the dtype of the operands, of which the last columns mean nothing
   at::Tensor row_dot;  // [M]

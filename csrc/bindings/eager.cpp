@@ -259,11 +259,18 @@ at::Tensor sloped(at::Tensor const& t, at::Tensor const& slope) { return slope.d
 // What `stored` holds, in the type that exponentials are of.
 at::Tensor as_exponentials(at::Tensor const& stored) { return stored.scalar_type() == at::kBFloat16 ? stored.view(at::kHalf) : stored; }
 
+// Which targets are one of n columns, and the columns, [M, 1]: 0 for the others.
+struct Chosen {
+  at::Tensor inside, index;
+  Chosen(at::Tensor const& target, std::int64_t n)
+      : inside(target.ge(0).logical_and(target.lt(n))), index(column(at::where(inside, target, 0))) {}
+};
+
 // (by_softmax p - by_all - [target] by_target), before the slope.
 at::Tensor gradient_of_z(at::Tensor const& p, at::Tensor const& factors, at::Tensor const& target) {
   at::Tensor g = p * column(factors[0]) - column(factors[1]);
-  at::Tensor const inside = target.ge(0).logical_and(target.lt(p.size(1)));
-  return g.scatter_add_(1, column(at::where(inside, target, 0)), column(at::where(inside, -factors[2], 0)));
+  Chosen const chosen(target, p.size(1));
+  return g.scatter_add_(1, chosen.index, column(at::where(chosen.inside, -factors[2], 0)));
 }
 
 }  // namespace
@@ -272,9 +279,9 @@ void lse_select(LseCall const& call, LseSelection& into) {
   Logits const l = logits_of(call);
   std::int64_t const n = l.z.size(1);
   at::Tensor const q = sloped(l.y, l.slope), lse = at::logsumexp(l.z, at::IntArrayRef{1});
-  at::Tensor const inside = call.target.ge(0).logical_and(call.target.lt(n)), index = column(at::where(inside, call.target, 0));
+  Chosen const chosen(call.target, n);
   auto const put = [&](int row, at::Tensor const& t) { into.statistics[row].copy_(t); };
-  auto const picked = [&](at::Tensor const& t) { return at::where(inside, t.gather(1, index).squeeze(1), std::numeric_limits<double>::quiet_NaN()); };
+  auto const picked = [&](at::Tensor const& t) { return at::where(chosen.inside, t.gather(1, chosen.index).squeeze(1), std::numeric_limits<double>::quiet_NaN()); };
   put(LseSelection::kLse, lse);
   put(LseSelection::kPickedZ, picked(l.z));
   put(LseSelection::kPickedQ, picked(q));
@@ -299,9 +306,9 @@ at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& refe
   at::Tensor g = gradient_of_z(e * of_columns(at::exp2(exponent)), factors, target);
   if (cap > 0) {
     // Where an exponential is 0, so is the gradient, but that of the target, whose z is known.
-    at::Tensor const inside = target.ge(0).logical_and(target.lt(classes)), index = column(at::where(inside, target, 0));
+    Chosen const chosen(target, classes);
     at::Tensor z = (e.log2() + of_columns(references) - double(kExponentialShift)) * kLn2<double>;
-    z = z.scatter(1, index, at::where(column(inside), column(statistics[LseSelection::kPickedZ]), z.gather(1, index)));
+    z = z.scatter(1, chosen.index, at::where(column(chosen.inside), column(statistics[LseSelection::kPickedZ]), z.gather(1, chosen.index)));
     g = g * (1 - (z / cap).square().clamp_max(1));
   }
   at::Tensor const dbias = want_dbias ? g.sum(at::IntArrayRef{0}) : at::Tensor();

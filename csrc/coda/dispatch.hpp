@@ -47,15 +47,16 @@ inline Archs archs_for(KernelTable table, int capability, char const* forced) {
   return archs;
 }
 
+inline std::string capability_name(int capability) { return std::to_string(capability / 10) + "." + std::to_string(capability % 10); }
+
 // Such as "9.0, 8.0, 8.6 and PTX for 8.0 and newer".
 inline std::string built_for(KernelTable table) {
-  auto const number = [](int capability) { return std::to_string(capability / 10) + "." + std::to_string(capability % 10); };
   std::string cubins, ptx;
   for (int i = 0; i < table.code_count; ++i) {
     if (table.code[i].ptx) {
-      ptx = "PTX for " + number(table.code[i].capability) + " and newer";
+      ptx = "PTX for " + capability_name(table.code[i].capability) + " and newer";
     } else {
-      cubins += (cubins.empty() ? "" : ", ") + number(table.code[i].capability);
+      cubins += (cubins.empty() ? "" : ", ") + capability_name(table.code[i].capability);
     }
   }
   return cubins + (cubins.empty() || ptx.empty() ? "" : " and ") + ptx;
@@ -64,7 +65,7 @@ inline std::string built_for(KernelTable table) {
 // Why a device runs no kernels; empty if it runs some.
 inline std::string why_no_archs(KernelTable table, int capability, char const* forced) {
   if (archs_for(table, capability, forced).count > 0) return {};
-  std::string const device = std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+  std::string const device = capability_name(capability);
   bool const any = archs_for(table, capability, nullptr).count > 0;
   if (any) return std::string("CODA_FORCE_ARCH=") + forced + " leaves no kernels for compute capability " + device;
   std::string const built = built_for(table);

@@ -11,21 +11,10 @@
 
 namespace coda {
 
-CODA_HD float exp_(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;  // exp2f() adds a rescaling of subnormal results, two instructions that no caller here needs
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-  return y;
-#else
-  return std::exp(x);
-#endif
-}
-CODA_HD double exp_(double x) { return ::exp(x); }
-
 // 2^x; no faster than exp_ but without the rounding of its factor.
 CODA_HD float exp2_(float x) {
 #if defined(__CUDA_ARCH__)
-  float y;
+  float y;  // exp2f() adds a rescaling of subnormal results, two instructions that no caller here needs
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
@@ -33,6 +22,15 @@ CODA_HD float exp2_(float x) {
 #endif
 }
 CODA_HD double exp2_(double x) { return ::exp2(x); }
+
+CODA_HD float exp_(float x) {
+#if defined(__CUDA_ARCH__)
+  return exp2_(x * 1.4426950408889634f);
+#else
+  return std::exp(x);
+#endif
+}
+CODA_HD double exp_(double x) { return ::exp(x); }
 
 CODA_HD float log2_(float x) {
 #if defined(__CUDA_ARCH__)
