@@ -135,14 +135,14 @@ PINGPONG_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_
 PINGPONG_128_LIGHT = dataclasses.replace(PINGPONG_128, rate=0.9935)
 # One output tensor and a short epilogue: the largest tile wins on large products. Residual: (1.050, 1.007), 128x128 (1.001, 1.028).
 COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, stages_load=4, stages_store=2, raster="m")
-# With tile loads the largest tile was better where launches follow each other back to back, as in training: the card then has less power than in
-# measurements with pauses, and what counts is the energy of the mainloop. It reads a third less from the second-level cache than 128x128 and half from
-# memory, where blocks that drift apart along K read again what others have read. Cooperative 128x256, cluster 2x1, subtiles of 16, two of loads, and
-# 128x128, with torch.mm at 1 (bench/results/tuning.json, runs 6 to 8; no kernel of the manifest yet):
+# With tile loads the largest tile is better for long products where launches follow each other back to back, as in training: the card then has less
+# power than in measurements with pauses, and what counts is the energy of the mainloop. It reads a third less from the second-level cache than 128x128
+# and half from memory, where blocks that drift apart along K read again what others have read. Against 128x128, with torch.mm at 1 (tuning.json, runs 6 to 8):
 #   norm_backward, gate-up: 1b (1.06 to 1.09 against 1.08 to 1.14), 8b (1.03 against 1.05 to 1.12); qkv: 1b (1.31 against 1.18), 8b (1.15 against 1.09)
 #   residual_sqsum, down-projection: 1b (1.08 against 1.07 to 1.13), 8b (1.03 to 1.06 against 1.05 to 1.10)
 # Worse than that: 64x256 pingpong, 256x128 and 128x192 cooperative, a subtile of 32 with one of stores. Blocks that wait for the slowest halve
 # norm_backward's reads from memory once more, 8.7 GB to 4.5 GB at 8b, and save 1 % of its time.
+COOPERATIVE_256_LOADS = dataclasses.replace(COOPERATIVE_256, epilogue_n=16, stages_load=2, min_k=12288, tag="e16")
 # Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product): (1.09 to 1.13, 1.04 to 1.08). At 1b the epilogue is as long as the
 # products. One subtile of loads in flight instead of two makes room for a sixth mainloop stage: (1.17, 1.01), so it is for long products.
 # Also tried, no better: one of stores (1.23, 1.05); a cluster of two; four subtiles of loads in flight, or all asked into the second-level cache
@@ -198,8 +198,8 @@ def manifest() -> list[Kernel]:
     add("dact_layer", "DActLayer", activation, ("nn",), (PINGPONG_128,))
     norm = "programs/norm.hpp"
     add("rstd", "RstdLinear", norm, ("tn",), (PINGPONG_192, PINGPONG_128))
-    add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128,))
-    add("norm_backward", "NormBackward", norm, ("nn",), (NORM_BACKWARD_128,))
+    add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128, COOPERATIVE_256_LOADS))
+    add("norm_backward", "NormBackward", norm, ("nn",), (NORM_BACKWARD_128, COOPERATIVE_256_LOADS))
     add("residual_moments", "ResidualMoments", norm, ("tn",), (PINGPONG_128,))
     add("layer_norm_backward", "LayerNormBackward", norm, ("nn",), (PINGPONG_128,))
     rope = "programs/rope.hpp"
