@@ -160,6 +160,12 @@ ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_sto
 # against (1.042, 1.049) the other way (bench/results/tuning.json).
 NORM_BACKWARD_128 = dataclasses.replace(PINGPONG_128, raster="m")
 
+# A subtile is a group of columns that have a reference (sinks.hpp): there are few steps from subtile to subtile, and few maxima to find, with wide ones.
+# 8192 and 2048 tokens, 128256 classes, over torch.mm's time (bench/results/tuning.json, run 9):
+#   lse_select_exponentials, 1b: subtiles of 64 (1.03, 1.08), of 32 (1.22, 1.24), of those with one or four of stores (1.35, 1.30), (1.17, 1.23)
+#   8b: of 64 (1.05, 0.97), of 32 (1.05, 1.00); dlogits, of 32, 2048 tokens: 1b 1.08, 8b 1.01; 128x192 spills (1b 1.98, 8b 1.37)
+SOFTMAX_128 = dataclasses.replace(PINGPONG_128, epilogue_n=64)
+
 # The configurations for SM80, measured on 9.0 only (bench/results/sm80.json: times over the best plain SM80 kernel's). A warp's tile is 64 x 64, the largest
 # whose accumulators leave room for two sets of fragments. Two blocks of 128 x 128 on a multiprocessor: the epilogue of one runs under the products of the
 # other, and on 8.6, whose shared memory takes one of them, there is less to hide. One of 128 x 256 loads a quarter less, but its epilogue is exposed:
@@ -207,11 +213,10 @@ def manifest() -> list[Kernel]:
     add("rstd_qknorm_rope", "RstdQkNormRope", rope, ("tn",), (ROPE_64, ROPE_128))
     add("rstd_rope_adjacent", "RstdRope<Pairing::kAdjacent>", rope, ("tn",), (PINGPONG_192, PINGPONG_128))
     loss = "programs/loss.hpp"
-    # A chunk of 2048 tokens and 128256 classes, 1b and 8b: lse_select (1.04, 1.00), with exponentials (1.20, 1.02), dlogits (1.08, 1.01); 128x192 spills (1.98,
-    # 1.37). The first three have the same one configuration: then the loss has the same bits whatever is stored beside.
-    add("lse_select", "LseSelect", loss, ("tn",), (PINGPONG_128,))
-    add("lse_select_logits", "LseSelectLogits", loss, ("tn",), (PINGPONG_128,))
-    add("lse_select_exponentials", "LseSelectExponentials", loss, ("tn",), (PINGPONG_128,))
+    # The first three have the same one configuration: then the loss has the same bits whatever is stored beside.
+    add("lse_select", "LseSelect", loss, ("tn",), (SOFTMAX_128,))
+    add("lse_select_logits", "LseSelectLogits", loss, ("tn",), (SOFTMAX_128,))
+    add("lse_select_exponentials", "LseSelectExponentials", loss, ("tn",), (SOFTMAX_128,))
     add("dlogits", "DLogits", loss, ("tn",), (PINGPONG_128,))
     # Every one of them for SM80 too. The statistics of the loss have tiles of one width, whose rows are summed in the same order: the same bits again.
     for program, cpp, header, layout in dict.fromkeys((k.program, k.cpp, k.header, k.layout) for k in rows):

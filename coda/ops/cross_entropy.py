@@ -336,12 +336,15 @@ def _chunks(tokens: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
-def _mean_weight(counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """1 / the number of rows that count, as a quotient (m, p) = m / p, with m in (1/2, 1] and p a power of two.
+def _mean_weight(counted: Tensor, lse: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """1 / the number of rows that count, as a quotient (m, p) = m / p, and None for 1.
 
-    The gradients that the forward forms have the factor m. In float16 they would underflow with 1 / count, and p is divided out without rounding.
+    The gradients that the forward forms have the factor m, and p is divided out later. In float16, where they would underflow with m = 1 / count, m is in
+    (1/2, 1] and p a power of two, by which nothing is rounded.
     """
-    count = counted.sum().clamp(min=1).to(dtype)
+    count = counted.sum().clamp(min=1).to(lse.dtype)
+    if x.dtype != torch.float16:
+        return 1 / count, None
     mantissa = 2 * torch.frexp(count)[0]
     return 1 / mantissa, count / mantissa
 
@@ -355,7 +358,7 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
     sums = None
     if needs is not None:
         sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk and not _stays_wide(weight), options.shard)
-        factor = _mean_weight(counted, wide)[0] if options.reduction == "mean" else 1
+        factor = _mean_weight(counted, lse, x)[0] if options.reduction == "mean" else 1
         loss_weight = counted.to(wide) * factor
     smoothing, width = options.label_smoothing, _classes(weight.shape[0], options)
     # Exponentials do not tell z of the smallest, which only the gradient of smoothing behind a cap would want.
@@ -466,9 +469,20 @@ class _Gradients:
         return dx, dnorm, self.dweight, self.dbias
 
 
-def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None) -> Tensor | None:
-    """gradient * scale in like's dtype, rounded once: a tensor without dimensions, as scale is, torch would first round to gradient's dtype."""
-    return None if gradient is None else torch.mul(gradient, scale.view(1), out=like.new_empty(gradient.shape))
+def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None, in_place: bool) -> Tensor | None:
+    """gradient * scale in like's dtype, rounded once: torch would first round scale to gradient's dtype."""
+    if gradient is None:
+        return None
+    if in_place and gradient.dtype == like.dtype:
+        torch.ops.coda.scale_(gradient, scale)
+        return gradient
+    return torch.ops.coda.scaled(gradient, scale, like.dtype)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward that runs may run again (retain_graph); True where torch does not tell."""
+    asks = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return torch.compiler.is_compiling() or asks is None or asks()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -500,7 +514,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (None,) * 13
         with torch.no_grad():
             if formed and dlse is None:
-                scale = dloss / _mean_weight(counted, lse.dtype)[1] if ctx.options.reduction == "mean" else dloss
+                divisor = _mean_weight(counted, lse, x)[1] if ctx.options.reduction == "mean" else None
+                scale = dloss if divisor is None else dloss / divisor
                 gradients = _scale(formed, scale, x, norm_weight, weight, bias)
             else:
                 gradients = _backward(ctx, dloss, dlogits, dlse, *tensors)
@@ -516,7 +531,9 @@ def _scale(formed, scale, x, norm_weight, weight, bias) -> tuple[Tensor | None, 
         total.addcmul_(dweight, scale.to(total.dtype))
         mark_added_to_main_grad(weight)
         dweight = None
-    return tuple(_scaled(t, scale, like) for t, like in zip((dx, dnorm, dweight, dbias), (x, norm_weight, weight, bias)))
+    # What no one will ask for again takes its result; where the loss is differentiated by itself, scale is 1 and there is nothing to do.
+    in_place = not _keeps_graph()
+    return tuple(_scaled(t, scale, like, in_place) for t, like in zip((dx, dnorm, dweight, dbias), (x, norm_weight, weight, bias)))
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -590,13 +607,23 @@ def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, tar
 def _(h, rstd, weight, bias, target, softcap, want_dots, want_totals, store, rows):
     m, v = h.shape[0], weight.shape[0]
     wide = statistics_dtype(h)
-    groups = h.new_empty((m, (v + 31) // 32) if store == "exponentials" else (0,), dtype=wide)
+    groups = h.new_empty((m, (v + 63) // 64) if store == "exponentials" else (0,), dtype=wide)
     return h.new_empty((6, m), dtype=wide), h.new_empty((0,) if store == "none" else (m, (v + 7) // 8 * 8)), groups
 
 
 @fake("coda::exponential_gradient_")
 def _(stored, references, statistics, factors, target, rstd, classes, softcap, want_dbias):
     return statistics.new_empty((classes,) if want_dbias else (0,))
+
+
+@fake("coda::scale_")
+def _(t, factor):
+    return None
+
+
+@fake("coda::scaled")
+def _(t, factor, dtype):
+    return t.new_empty(t.shape, dtype=dtype)
 
 
 @fake("coda::dlogits")

@@ -336,8 +336,9 @@ LseSelection lse_select(LseCall const& call) {
   result.statistics.narrow(0, LseSelection::kPickedZ, 2).fill_(std::numeric_limits<double>::quiet_NaN());
   if (call.store != LogitStore::kNone) result.stored = empty_rows(call.h, stored_columns(n));
   if (call.store == LogitStore::kExponentials) result.references = at::empty({m, (n + kSoftmaxGroup - 1) / kSoftmaxGroup}, statistics);
-  // The kernels hold partials, a small part of what the logits would take.
-  std::int64_t const rows = call.h.is_cpu() || !cuda::unsupported(call.h).empty() ? call.rows : 16 * call.rows;
+  // The kernels hold partials, a small part of what the logits would take. A launch has few rows: over many columns blocks drift apart, and those that
+  // should share a tile of the weight in the second-level cache read it one by one. Such a launch's own rows stay there.
+  std::int64_t const rows = call.h.is_cpu() || !cuda::unsupported(call.h).empty() ? call.rows : std::min<std::int64_t>(16 * call.rows, 2048);
   for (std::int64_t begin = 0; begin < m; begin += rows) {
     std::int64_t const count = std::min(rows, m - begin);
     auto const part = [&](at::Tensor const& t, std::int64_t dim = 0) { return t.defined() ? t.narrow(dim, begin, count) : t; };
@@ -355,6 +356,15 @@ at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& refe
   if (stored.is_cpu()) note("cpu", "");
   auto* const function = stored.is_cpu() || use_eager(stored) ? eager::exponential_gradient : cuda::exponential_gradient;
   return function(stored, references, statistics, factors, target, rstd, classes, cap, want_dbias);
+}
+
+void scale(at::Tensor out, at::Tensor const& t, at::Tensor const& factor) {
+  if (t.is_cpu()) note("cpu", "");
+  if (t.is_cpu() || use_eager(out) || !t.is_contiguous()) {
+    out.copy_(t.to(factor.scalar_type()) * factor);
+  } else {
+    cuda::scale(out, t, factor);
+  }
 }
 
 LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor const& factors, bool want_dbias) {

@@ -180,6 +180,9 @@ LseSelection lse_select(LseCall const& call);
 // out += a b, or without `add` out = a b, with out in fp32, without rounding the product first.
 void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b, bool add);
 
+// out = t * factor, a tensor of one number, rounded once. out may be t, which a GPU then leaves alone if the factor is 1.
+void scale(at::Tensor out, at::Tensor const& t, at::Tensor const& factor);
+
 // Plain torch operators, for dtypes and devices without kernels.
 namespace eager {
 CODA_CALLS
@@ -204,6 +207,7 @@ std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor
 at::Tensor rstd_from_partials(at::Tensor const& partials, std::int64_t m, std::int64_t width, double eps);
 at::Tensor correction_from_partials(at::Tensor const& partials, std::int64_t m, OptionalTensor const& rstd, std::int64_t width);
 at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType dtype);
+void scale(at::Tensor const& out, at::Tensor const& t, at::Tensor const& factor);
 // Of partials [planes, tiles, >= M] of a RowSoftmax, into statistics [LseSelection::kRows, M].
 void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics);
 at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors,

@@ -55,6 +55,7 @@ QkNormGradient qknorm_rope_backward(at::Tensor const&, at::Tensor const&, at::Te
                                     OptionalTensor const&, RopeArguments const&, QkNorm const&, std::int64_t) {
   no_cuda();
 }
+void scale(at::Tensor const&, at::Tensor const&, at::Tensor const&) { no_cuda(); }
 void softmax_statistics(at::Tensor const&, at::Tensor const&) { no_cuda(); }
 at::Tensor exponential_gradient(at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, at::Tensor const&, OptionalTensor const&,
                                 std::int64_t, double, bool) {
@@ -466,6 +467,14 @@ at::Tensor sum_groups(at::Tensor const& partials, std::int64_t n, at::ScalarType
         "sum_groups");
   note(arch(), "sum_groups");
   return out;
+}
+
+void scale(at::Tensor const& out, at::Tensor const& t, at::Tensor const& factor) {
+  if (t.numel() == 0) return;
+  check(reduce::scale(reduce_type(t.scalar_type()), t.const_data_ptr(), reduce_type(out.scalar_type()), out.data_ptr(), t.numel(),
+                      factor.const_data_ptr<float>(), current_stream()),
+        "scale");
+  note(arch(), "scale");
 }
 
 void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics) {

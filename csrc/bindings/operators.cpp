@@ -560,6 +560,27 @@ Tensor exponential_gradient_op(Tensor stored, Tensor const& references, Tensor c
   return empty_like_missing(exponential_gradient(stored, references, statistics, factors, target, rstd, classes, softcap, want_dbias), statistics);
 }
 
+void check_factor(Tensor const& t, Tensor const& factor) {
+  auto const type = statistics_type(t);
+  check_floating("t", t);
+  TORCH_CHECK_VALUE(factor.device() == t.device() && factor.scalar_type() == type && factor.numel() == 1, "factor has dtype ", factor.scalar_type(),
+                    ", shape ", shape_string(factor), " and device ", factor.device(), ", expected one number in ", type, " on ", t.device());
+}
+
+void scale_op(Tensor t, Tensor const& factor) {
+  check_factor(t, factor);
+  Call call(t);
+  scale(t, t, factor);
+}
+
+Tensor scaled_op(Tensor const& t, Tensor const& factor, at::ScalarType dtype) {
+  check_factor(t, factor);
+  Call call(t);
+  Tensor const out = at::empty(t.sizes(), t.options().dtype(dtype));
+  scale(out, t, factor);
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor> dlogits_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias,
                                               Tensor const& target, Tensor const& lse, Tensor const& factors, double softcap, bool want_dbias) {
   check_head(h, rstd, weight, bias, target);
@@ -595,6 +616,8 @@ void implement(Library& m) {
   m.impl("lse_select", &lse_select_op);
   m.impl("exponential_gradient_", &exponential_gradient_op);
   m.impl("dlogits", &dlogits_op);
+  m.impl("scale_", &scale_op);
+  m.impl("scaled", &scaled_op);
 }
 
 }  // namespace
@@ -655,6 +678,8 @@ TORCH_LIBRARY(coda, m) {
   m.def(
       "dlogits(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor factors, float softcap, bool want_dbias) -> "
       "(Tensor, Tensor, Tensor)");
+  m.def("scale_(Tensor(a!) t, Tensor factor) -> ()");
+  m.def("scaled(Tensor t, Tensor factor, ScalarType dtype) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(coda, CPU, m) { implement(m); }

@@ -43,7 +43,7 @@ struct RowSoftmax {
   template <int kColumns>
   static constexpr int slots = 2 * kColumns;
 };
-constexpr int kSoftmaxGroup = 32;
+constexpr int kSoftmaxGroup = 64;
 constexpr int kExponentialShift = 15;  // 2^15 is about the largest number of fp16: it makes room for small exponentials
 
 // The exponentials e' of a RowSoftmax as an M x N tensor, each with its own group's reference in the place of top: in fp16 beside 16-bit tensors, else in

@@ -11,7 +11,7 @@
 namespace coda::reduce {
 namespace {
 
-constexpr int kRowLanes = 32, kTileLanes = 16;
+constexpr int kRowLanes = 8, kTileLanes = 32;
 
 // A block has kRowLanes rows; lane y of a row takes the tiles y, y + kTileLanes, ... in turn, then the lanes are combined in order.
 __global__ void __launch_bounds__(kRowLanes* kTileLanes) finish_softmax_kernel(SoftmaxFinish p) {

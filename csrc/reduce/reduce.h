@@ -115,6 +115,9 @@ struct ExponentialGradient {
 LaunchStatus exponential_gradient(ExponentialGradient const& args, void* stream);
 constexpr std::int64_t kGradientRows = 16;
 
+// out[i] = values[i] * factor[0], a number on the device, with one rounding. out may be values; then nothing is read or written where the factor is 1.
+LaunchStatus scale(DType dtype, void const* values, DType out_dtype, void* out, std::int64_t count, float const* factor, void* stream);
+
 // Rotary embedding of whole rows, where it cannot be part of a GEMM's epilogue.
 struct Rope {
   struct Gradient {  // of the heads of q, k or v: [batch, sequence, heads, head_dim] of any strides but 1 within a head

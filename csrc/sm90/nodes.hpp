@@ -709,41 +709,28 @@ struct SoftmaxArguments {
 };
 
 // Online along the subtiles of a tile, of which each is a group. The maximum of a subtile is shared by the four threads of a row at once, since the
-// exponentials of all of them are relative to it; sums meet at the end of the tile. Beside more than 128 accumulators there is no room for what a
-// thread knows of its rows: it waits in shared memory between two subtiles. (Of two consumer warpgroups one at a time is in its epilogue.)
+// exponentials of all of them are relative to it; sums meet at the end of the tile.
 template <class Config>
 struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
   using Geometry = TileGeometry<Config, Pairing::kNone>;
   static_assert(Config::kEpilogueN == kSoftmaxGroup, "a subtile must be a group of columns");
   static constexpr int kMaxPlanes = 5, kRows = 2 * Geometry::kSubtilesM;
-  static constexpr bool kShared = Config::kTileM * Config::kTileN / Geometry::kThreads > 128;
-  struct SharedStorage {
-    float values[kShared ? kRows * kMaxPlanes * Geometry::kThreads : 1];
-  };
   CUTLASS_HOST_DEVICE RowSoftmaxNode() {}
-  CUTLASS_HOST_DEVICE RowSoftmaxNode(SoftmaxArguments const& p, SharedStorage const& storage)
-      : params(&p), smem(const_cast<float*>(storage.values)) {}
+  CUTLASS_HOST_DEVICE RowSoftmaxNode(SoftmaxArguments const& p, SharedStorage const&) : params(&p) {}
   SoftmaxArguments const* params = nullptr;
-  float* smem = nullptr;
 
   struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
     Geometry geometry;
     SoftmaxArguments const* params;
-    float* smem;
     bool ragged;
-    float own[kShared ? 1 : kRows][kMaxPlanes];
-    CUTLASS_DEVICE Callbacks(Geometry const& g, SoftmaxArguments const* p, float* s)
-        : geometry(g), params(p), smem(s), ragged(g.column + Config::kTileN > int(p->columns)) {}
-    // Of row `row` of this thread's.
-    CUTLASS_DEVICE float& value(int row, int plane) {
-      if constexpr (kShared) return smem[(row * kMaxPlanes + plane) * Geometry::kThreads + geometry.thread];
-      else return own[row][plane];
-    }
+    float values[kRows][kMaxPlanes];  // of each row of this thread's
+    CUTLASS_DEVICE Callbacks(Geometry const& g, SoftmaxArguments const* p)
+        : geometry(g), params(p), ragged(g.column + Config::kTileN > int(p->columns)) {}
     CUTLASS_DEVICE void begin() {
       CUTLASS_PRAGMA_UNROLL
       for (int row = 0; row < kRows; ++row) {
         CUTLASS_PRAGMA_UNROLL
-        for (int p = 0; p < kMaxPlanes; ++p) value(row, p) = p == 0 ? -INFINITY : 0.0f;
+        for (int p = 0; p < kMaxPlanes; ++p) values[row][p] = p == 0 ? -INFINITY : 0.0f;
       }
     }
 
@@ -765,9 +752,9 @@ struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
             if ((v / 2) % 2 != i || (ragged && column_of(epi_n, v) >= params->columns)) continue;
             totals[0] += z[v], totals[1] += q[v];
           }
-          value(row, 3) += totals[0], value(row, 4) += totals[1];
+          values[row][3] += totals[0], values[row][4] += totals[1];
         }
-        SoftmaxSums<float> sums{value(row, 0), value(row, 1), value(row, 2)};
+        SoftmaxSums<float> sums{values[row][0], values[row][1], values[row][2]};
         float top = z[2 * i];
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < kValues; ++v)
@@ -792,7 +779,7 @@ struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
           for (int v = 0; v < kValues; ++v)
             if ((v / 2) % 2 == i) sums.dot = fmaf(z[v], q[v], sums.dot);
         }
-        value(row, 0) = sums.top, value(row, 1) = sums.sum, value(row, 2) = sums.dot;
+        values[row][0] = sums.top, values[row][1] = sums.sum, values[row][2] = sums.dot;
       }
       return z;
     }
@@ -804,7 +791,7 @@ struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
         CUTLASS_PRAGMA_UNROLL
         for (int p = 0; p < kMaxPlanes; ++p) {
           if (p >= params->planes) break;
-          float sum = value(row, p);
+          float sum = values[row][p];
           if (p > 0) {
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             sum += __shfl_xor_sync(0xffffffffu, sum, 2);
@@ -817,7 +804,7 @@ struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
   };
   template <bool, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params, smem);
+    return Callbacks(Geometry(args), params);
   }
 };
 

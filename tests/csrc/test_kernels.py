@@ -290,7 +290,7 @@ def lse_select(p):
             if store == "logits":
                 others = [stored[:, :v].nan_to_num(neginf=0)]
             if store == "exponentials":
-                exponent = references.double().repeat_interleave(32, 1)[:, :v] - 15 - statistics[:1].t().double() * math.log2(math.e)
+                exponent = references.double().repeat_interleave(64, 1)[:, :v] - 15 - statistics[:1].t().double() * math.log2(math.e)
                 others = [(stored.view(torch.float16)[:, :v].double() * torch.exp2(exponent)).nan_to_num(0)]
                 dbias = ops.exponential_gradient_(stored, references, statistics, by_all, target, rstd, v, cap, True)
                 others += [stored[:, :v].clone(), dbias]

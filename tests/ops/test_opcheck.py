@@ -38,6 +38,8 @@ def calls(dtype, device):
             (x, rstd, w, bias, labels, statistics(), factors, 3.0, True),
             (x, None, w[:24], None, labels, statistics(), factors, 0.0, False),
         ],
+        "scale_": [(t(M, D), torch.rand(1, device=device)), (t(M, D).t(), torch.ones((), device=device))],
+        "scaled": [(t(M, D).float(), torch.rand(1, device=device), t(1).dtype), (t(M, D), torch.rand((), device=device), t(1).dtype)],
         "rms_norm_stats": [(x, g, 1e-6), (x, None, 1e-6)],
         "gemm": [(x, w.t(), bias, res, 1.5, 0.5), (x, w.t())],
         "gemm_accumulate_": [(torch.randn(M, N, device=device), x, w.t(), add) for add in (True, False)],
@@ -89,7 +91,7 @@ def test_opcheck(device, name):
     op = getattr(ops, name).default
     for arguments in calls(sixteen_on_cuda(device), device)[name]:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
-        if name in ("gemm_accumulate_", "exponential_gradient_"):
+        if name in ("gemm_accumulate_", "exponential_gradient_", "scale_"):
             continue
         saves = name != "fused_mlp" or arguments[-1]
         leaves = [a.detach().clone().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) and saves else a for a in arguments]
