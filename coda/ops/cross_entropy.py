@@ -389,7 +389,7 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
             dot = found.row_dot(factors, here) if dots else None
             gradient = _LogitGradient(stored[:, : weight.shape[0]], dot, dbias if sums.needs[3] else None)
         sums.add(s, h[s], gradient)
-        del stored, gradient  # before the next are made
+        del stored, references, gradient  # before the next are made
     losses = losses.masked_fill(~counted, 0)  # not in place: Dynamo loses the gradient of an output that was (torch 2.11)
     loss = losses
     if options.reduction != "none":

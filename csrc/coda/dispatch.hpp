@@ -99,10 +99,33 @@ inline char const* why_not(KernelInfo const& kernel, GemmArguments const& g) {
   return nullptr;
 }
 
-// Relative time of `kernel` on an m x n output: full waves times the time of a tile. Clusters are scheduled whole.
+// How many clusters wide the bands are in which CUTLASS's scheduler walks over tiles, and how many waves that takes.
+struct Bands {
+  int width;
+  std::int64_t waves;
+};
+
+// Wide bands share operands in the second-level cache. But either side is rounded up to whole bands, and the tiles that lie outside take as long as any:
+// 1024 rows in eight clusters of two tiles of 128 would be computed twice over. So: the widest that costs next to no wave. The scheduler itself takes
+// narrower ones than asked for where a side has few tiles.
+inline Bands bands(std::int64_t tiles_m, std::int64_t tiles_n, int cluster_m, int cluster_n, int sm_count) {
+  tiles_m = round_up(tiles_m, cluster_m), tiles_n = round_up(tiles_n, cluster_n);
+  std::int64_t const fewest = tiles_m < tiles_n ? tiles_m : tiles_n;
+  auto const with = [&](int width) {
+    return Bands{width, ceil_div(round_up(tiles_m, width * cluster_m) * round_up(tiles_n, width * cluster_n), sm_count)};
+  };
+  Bands const one = with(1);
+  for (int width = fewest >= 6 ? 8 : fewest >= 3 ? 4 : fewest >= 2 ? 2 : 1; width > 1; width /= 2)
+    if (Bands const b = with(width); b.waves * 50 <= one.waves * 51) return b;
+  return one;
+}
+
+// Relative time of `kernel` on an m x n output: full waves times the time of a tile.
 inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, std::int64_t k, int sm_count) {
-  std::int64_t const tiles = round_up(ceil_div(m, kernel.tile_m), kernel.cluster_m) * round_up(ceil_div(n, kernel.tile_n), kernel.cluster_n);
-  return double(ceil_div(tiles, sm_count)) * kernel.tile_m * kernel.tile_n / kernel.rate * (k < kernel.min_k ? 1.1 : 1);
+  std::int64_t const tiles_m = ceil_div(m, kernel.tile_m), tiles_n = ceil_div(n, kernel.tile_n);
+  bool const cutlass = !std::strcmp(kernel.arch, "sm90");
+  std::int64_t const waves = cutlass ? bands(tiles_m, tiles_n, kernel.cluster_m, kernel.cluster_n, sm_count).waves : ceil_div(tiles_m * tiles_n, sm_count);
+  return double(waves) * kernel.tile_m * kernel.tile_n / kernel.rate * (k < kernel.min_k ? 1.1 : 1);
 }
 
 // The cheapest kernel of (program, layout, dtype) that can run `g`, of the first architecture that has one; null, and the reason of the last refusal, if

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "coda/dispatch.hpp"
 #include "coda/params.h"
 #include "coda/registry.h"
 #include "cutlass/cutlass.h"
@@ -16,7 +17,7 @@
 
 namespace coda::sm90 {
 
-template <class Program, class Config, class Element, Layout kLayout, int kSwizzle, int kRaster>
+template <class Program, class Config, class Element, Layout kLayout, int kRaster>
 struct Gemm {
   static constexpr bool kPaired = kPairingOf<Program> == Pairing::kHalves;
   static_assert(!kPaired || kLayout == Layout::kTN, "programs over two halves read K-major weights");
@@ -88,7 +89,10 @@ struct Gemm {
       if (e != cudaSuccess) return {"cudaDeviceGetAttribute", cudaGetErrorString(e)};
     }
     using Raster = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
-    args.scheduler.max_swizzle_size = g.swizzle > 0 ? g.swizzle : kSwizzle;
+    auto const fitting = [&] {
+      return bands(coda::ceil_div(g.m, Config::kTileM), coda::ceil_div(g.n, Config::kTileN), Config::kClusterM, Config::kClusterN, args.hw_info.sm_count).width;
+    };
+    args.scheduler.max_swizzle_size = g.swizzle > 0 ? g.swizzle : fitting();
     args.scheduler.raster_order = (g.raster > 0 ? g.raster : kRaster) == 1 ? Raster::AlongM : Raster::AlongN;
 
     if (auto s = Device::can_implement(args); s != cutlass::Status::kSuccess) return {"can_implement", cutlassGetStatusString(s)};

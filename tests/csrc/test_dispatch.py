@@ -22,14 +22,18 @@ KernelInfo const ampere{"ampere", "p", "sm80", "tn", "bf16", 128, 128, 32, 1, 1,
 KernelInfo const any{"any", "h", "sm80", "tn", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 128, true, 128, 8, 1.0, 0, nullptr};
 KernelInfo const* const table[] = {&large, &small, &deep, &plain, &heads, &ampere, &any};
 CodeInfo const code[] = {{"sm90", 90, false}, {"sm80", 80, false}, {"sm80", 86, false}, {"sm80", 80, true}};
-int main(int, char** argv) {
+int main(int count, char** argv) {
+  if (count == 6) {
+    Bands const b = bands(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]));
+    return std::printf("%d %d", b.width, int(b.waves)), 0;
+  }
   GemmArguments g;
   g.m = std::atoll(argv[3]), g.n = std::atoll(argv[4]), g.k = std::atoll(argv[5]);
   g.a.data = g.b.data = reinterpret_cast<void*>(4096);
   g.a.ld = g.b.ld = 8192;
   g.rotation.rotary_dim = std::atoll(argv[6]), g.rotation.head_dim = std::atoll(argv[7]);
-  int const capability = std::atoi(argv[8]), first = std::atoi(argv[9]), count = std::atoi(argv[10]);
-  KernelTable const all{table, 7, code + first, count};
+  int const capability = std::atoi(argv[8]), first = std::atoi(argv[9]);
+  KernelTable const all{table, 7, code + first, std::atoi(argv[10])};
   std::string const why = why_no_archs(all, capability, argv[11]);
   char const* reason = nullptr;
   KernelInfo const* k = select_kernel(all, archs_for(all, capability, argv[11]), argv[1], argv[2], "bf16", g, 132, &reason);
@@ -40,15 +44,19 @@ BUILDS = {"all": (0, 4), "9.0": (0, 1), "8.0": (1, 1), "8.6": (2, 1), "8.0;8.6":
 
 
 @pytest.fixture(scope="module")
-def select(tmp_path_factory):
+def program(tmp_path_factory):
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("dispatch")
     (folder / "main.cpp").write_text(PROGRAM)
     subprocess.run([COMPILER, "-std=c++17", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", folder / "main.cpp", "-o", folder / "main"], check=True)
+    return folder / "main"
 
-    def run(program, layout, m, n, k, rotary_dim=0, head_dim=0, capability="9.0", build="all", force=""):
-        command = [folder / "main", program, layout, *map(str, (m, n, k, rotary_dim, head_dim, capability.replace(".", ""), *BUILDS[build])), force]
+
+@pytest.fixture(scope="module")
+def select(program):
+    def run(name, layout, m, n, k, rotary_dim=0, head_dim=0, capability="9.0", build="all", force=""):
+        command = [program, name, layout, *map(str, (m, n, k, rotary_dim, head_dim, capability.replace(".", ""), *BUILDS[build])), force]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     return run
@@ -57,6 +65,28 @@ def select(tmp_path_factory):
 def test_the_fewest_waves_decide(select):
     assert select("p", "tn", 16384, 16384, 4096) == "large"
     assert select("p", "tn", 128, 128, 4096) == "small"  # one tile of either, and the small one is shorter
+
+
+@pytest.mark.parametrize(
+    "tiles_m, tiles_n, cluster, expected",
+    [
+        (128, 64, (2, 1), (8, 63)),
+        (64, 1002, (2, 1), (8, 489)),  # 487 waves without bands
+        (8, 1002, (2, 1), (4, 61)),  # with bands of eight clusters 16 rows of tiles: 123 waves
+        (10, 32, (2, 1), (2, 3)),
+        (10, 32, (1, 1), (4, 3)),
+        (1, 1, (2, 1), (1, 1)),
+        (1, 64, (2, 1), (1, 1)),  # two rows of tiles for one, as a cluster has
+        (3, 40, (1, 2), (1, 1)),
+    ],
+)
+def test_bands_that_add_no_waves(program, tiles_m, tiles_n, cluster, expected):
+    found = subprocess.run([program, *map(str, (tiles_m, tiles_n, *cluster, 132))], check=True, capture_output=True, text=True).stdout
+    assert tuple(map(int, found.split())) == expected
+
+
+def test_phantom_tiles_count(select):
+    assert select("p", "tn", 9 * 128, 1280, 4096) == "small"  # 90 tiles, but 9 x 5 of the large ones are 10 x 6
 
 
 def test_a_configuration_for_long_products(select):

@@ -124,6 +124,37 @@ def test_against_logits_in_float32(device, v, deviation, dtype, reduction):
     assert_no_worse("loss", ours, loss, exact_loss.detach())
 
 
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_second_backward_finds_what_the_first_found(device, chunked, upstream):
+    """Gradients that the forward formed are scaled in their own memory, unless another backward may come."""
+    tensors = inputs(60, 24, 70, sixteen_on_cuda(device), device, bias=True, norm_weight=True)
+    target, chunk_bytes = targets(tensors["x"], 70), 7 * 70 * 2 if chunked else None
+    values = leaves(tensors)
+    loss = coda.linear_cross_entropy(**values, target=target, chunk_bytes=chunk_bytes)
+    backward = lambda **options: torch.autograd.grad(loss, list(values.values()), torch.full_like(loss, upstream), **options)
+    kept = backward(retain_graph=True)
+    again, last = backward(retain_graph=True), backward()
+    for gradients in again, last:
+        for a, b in zip(kept, gradients):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("count", [1, 7, 1003, 2**20 + 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scaling(device, dtype, count):
+    for given in new(count, dtype=dtype, device=device), new(count, dtype=torch.float32, device=device):
+        for factor in 1.0, 0.3:
+            factor = torch.tensor(factor, device=device)
+            expected = (given.float() * factor).to(dtype)
+            assert torch.equal(torch.ops.coda.scaled(given, factor, dtype), expected)
+            if given.dtype == dtype:
+                torch.ops.coda.scale_(given, factor)
+                assert torch.equal(given, expected)
+    with pytest.raises(ValueError, match=r"factor has dtype .*expected one number in"):
+        torch.ops.coda.scaled(given, factor.to(torch.float64), dtype)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_column_is_left(device, reduction):
     """As in torch: lse is -inf, the loss NaN."""
