@@ -79,7 +79,7 @@ constexpr int kThreads = 128, kFewRows = 4;
 // the same in every row, so it adds up a bias's gradient by itself. The scalar version has kVector 1, or 2 for interleaved pairs. kHeadDim is the width
 // of heads that turn as a whole, in halves: known here, it leaves no addresses to compute and no cases to tell apart. 0: any heads.
 template <class T, int kVector, bool kInterleaved, bool kBackward, int kRows, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, kRows == kFewRows ? 5 : 4) rope_kernel(Rope p) {  // more blocks would spill
+__global__ void __launch_bounds__(kThreads, 4) rope_kernel(Rope p) {  // more blocks would spill
   constexpr bool kBias = kRows != kFewRows;
   constexpr int kHeads = !kBias && (kInterleaved || kHeadDim != 0) ? 2 : 1;
   constexpr int kParts = kInterleaved ? 1 : 2, kColumns = kParts * kVector, kAngles = kColumns / 2;  // of a place
