@@ -538,7 +538,7 @@ void set_backward(reduce::Rope& r, at::Tensor const& dq, at::Tensor const& dk, a
   for (int i = 0; i < 3; ++i) {
     at::Tensor const& t = *gradients[i];
     at::Tensor const c = keep(t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous());
-    r.gradients[i] = {c.data_ptr(), c.stride(0), c.stride(1), c.stride(2), t.size(2) * t.size(3)};
+    r.gradients[i] = {c.data_ptr(), c.stride(0), c.stride(1), c.stride(2), t.size(2)};
   }
   r.sequence = dq.size(1);
   r.out = result.dz.data_ptr(), r.out_ld = result.dz.stride(0);

@@ -123,7 +123,7 @@ struct Rope {
   struct Gradient {  // of the heads of q, k or v: [batch, sequence, heads, head_dim] of any strides but 1 within a head
     void const* data;
     std::int64_t batch_stride, sequence_stride, head_stride;
-    std::int64_t columns;  // heads * head_dim
+    std::int64_t heads;
   };
   DType dtype;  // of y, out and the gradients: bf16 or fp16
   std::int64_t m, n;

@@ -19,24 +19,19 @@ template <class T>
 __device__ float element(void const* p, bool wide, std::int64_t i) {
   return wide ? static_cast<float const*>(p)[i] : float(static_cast<T const*>(p)[i]);
 }
-// kCount neighbouring ones; 16 bytes at a time if kCount is a vector's worth.
+// kCount neighbouring ones, as they lie in memory, so that nothing waits for them before a value is wanted: in two reads, of which narrow ones need the
+// first. A branch or a predicate would make other reads wait.
 template <class T, int kCount>
-__device__ void elements(void const* p, bool wide, std::int64_t i, float (&out)[kCount]) {
-  if constexpr (kCount * sizeof(T) != 16) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) out[j] = element<T>(p, wide, i + j);
-  } else if (wide) {
-    float four[4];
-#pragma unroll
-    for (int j = 0; j < kCount; j += 4) {
-      load_read_only(static_cast<float const*>(p) + i + j, four);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) out[j + k] = four[k];
-    }
-  } else {
-    load_read_only(static_cast<T const*>(p) + i, out);
+class Unread {
+  alignas(float) alignas(Pack<T, kCount>) Pack<T, kCount> parts_[2];
+
+ public:
+  __device__ void read(void const* p, bool wide, std::int64_t i) {
+    T const* const first = static_cast<T const*>(p) + (wide ? 2 * i : i);
+    parts_[0] = read_only<kCount>(first), parts_[1] = read_only<kCount>(wide ? first + kCount : first);
   }
-}
+  __device__ float value(bool wide, int i) const { return wide ? reinterpret_cast<float const*>(parts_)[i] : float(parts_[0].values[i]); }
+};
 
 // What a row takes some divisions to find out.
 struct RowFacts {
@@ -61,121 +56,125 @@ __device__ RowFacts facts_of(Rope const& p, std::int64_t m) {
   return facts;
 }
 
-// The gradient of head `head` of a row, and the columns behind it.
+// Where the gradient of a head is: at data + facts.gradients[which] in each row.
 template <class T>
-__device__ T const* head_gradient(Rope const& p, RowFacts const& facts, int head) {
-  int const q = int(p.gradients[0].columns / p.rotation.head_dim), k = int(p.gradients[1].columns / p.rotation.head_dim);
-  int const which = head < q ? 0 : head < q + k ? 1 : 2, first = which == 0 ? 0 : which == 1 ? q : q + k;
-  return static_cast<T const*>(p.gradients[which].data) + facts.gradients[which] + (head - first) * p.gradients[which].head_stride;
-}
+struct HeadGradient {
+  T const* data;
+  int which;
+  HeadGradient() = default;
+  __device__ HeadGradient(Rope const& p, int head) {
+    int const q = int(p.gradients[0].heads), k = int(p.gradients[1].heads);
+    which = head < q ? 0 : head < q + k ? 1 : 2;
+    int const first = which == 0 ? 0 : which == 1 ? q : q + k;
+    data = static_cast<T const*>(p.gradients[which].data) + (head - first) * p.gradients[which].head_stride;
+  }
+  __device__ T const* of(RowFacts const& facts) const { return data + facts.gradients[which]; }
+};
 
 constexpr int kThreads = 128, kFewRows = 4;
 
-// A block takes kRows rows: few, so that blocks are many, unless a bias wants few partial sums. An item is kVector neighbouring columns or, where rotate-half turns them, those and their partners in the
-// second half; a thread has the same items in every row, so it adds up a bias's gradient by itself. The scalar version has kVector 1, or 2 for
-// interleaved pairs.
-template <class T, int kVector, bool kInterleaved, bool kBackward, int kRows>
-__global__ void __launch_bounds__(kThreads) rope_kernel(Rope p) {
+// A block takes kRows rows: few, so that blocks are many, unless a bias wants few partial sums. A thread has a place within heads: kVector neighbouring
+// columns or, where rotate-half turns them, those and their partners in the second half. It takes that place of kHeads heads at a time, which share what
+// it reads of the tables, and asks for all that it reads of a row before it looks at any of it, so that a row costs one wait for memory. Its heads are
+// the same in every row, so it adds up a bias's gradient by itself. The scalar version has kVector 1, or 2 for interleaved pairs. kHeadDim is the width
+// of heads that turn as a whole, in halves: known here, it leaves no addresses to compute and no cases to tell apart. 0: any heads.
+template <class T, int kVector, bool kInterleaved, bool kBackward, int kRows, int kHeadDim>
+__global__ void __launch_bounds__(kThreads, 4) rope_kernel(Rope p) {  // more blocks would spill
   constexpr bool kBias = kRows != kFewRows;
+  constexpr int kHeads = !kBias && (kInterleaved || kHeadDim != 0) ? 2 : 1;
+  constexpr int kParts = kInterleaved ? 1 : 2, kColumns = kParts * kVector, kAngles = kColumns / 2;  // of a place
   Rotation const& turn = p.rotation;
-  int const head_dim = int(turn.head_dim), rotary = int(turn.rotary_dim), columns = int(turn.columns);
-  int const pairs = kInterleaved ? 0 : rotary / 2 / kVector;              // items of a turning head that are two vectors
-  int const turning = head_dim / kVector - pairs, still = head_dim / kVector;  // items of a head
-  int const turning_items = columns / head_dim * turning, items = turning_items + (int(p.n) - columns) / head_dim * still;
+  int const head_dim = kHeadDim != 0 ? kHeadDim : int(turn.head_dim), rotary = kHeadDim != 0 ? kHeadDim : int(turn.rotary_dim);
+  int const turning_heads = int(turn.columns) / head_dim, heads = kBackward ? int(p.n) / head_dim : turning_heads;
+  int const half = rotary / 2, turning = rotary / kColumns;  // places of a head that turn
+  int const places = kBackward ? head_dim / kVector - turning * (kParts - 1) : turning;
+  int const across = places < kThreads ? places : kThreads, step = kThreads / across;  // threads of a head; heads of a block
   std::int64_t const begin = std::int64_t(blockIdx.x) * kRows;
   int const count = int(p.m - begin < kRows ? p.m - begin : kRows);
   __shared__ RowFacts facts[kRows];
   if (int(threadIdx.x) < count) facts[threadIdx.x] = facts_of<kBackward>(p, begin + threadIdx.x);
-  __syncthreads();
   // Of each row, by thread: in shared memory, so that the rows' loop need not be unrolled.
   __shared__ float dots[kBackward ? kRows : 1][kThreads];
   if constexpr (kBackward)
     for (int r = 0; r < kRows; ++r) dots[r][threadIdx.x] = 0;
-  for (int item = threadIdx.x; item < items; item += kThreads) {
-    bool const turns = item < turning_items;
-    int const within = turns ? item % turning : (item - turning_items) % still;
-    int const head = turns ? item / turning : columns / head_dim + (item - turning_items) / still;
-    bool const pair = turns && within < pairs;
-    int const c = (within + (turns && !pair ? pairs : 0)) * kVector, column = head * head_dim + c;
-    bool const rotates = kInterleaved ? turns && c < rotary : pair;
-    if (!kBackward && !rotates) continue;
-    int which = 0, first_head = 0;
-    if constexpr (kBackward)
-      while ((head - first_head) * head_dim >= int(p.gradients[which].columns)) first_head += int(p.gradients[which++].columns) / head_dim;
-    T const* const source = kBackward ? static_cast<T const*>(p.gradients[which].data) + (head - first_head) * p.gradients[which].head_stride + c
-                                      : static_cast<T const*>(p.y) + column;
-    float sum_a[kVector] = {}, sum_b[kVector] = {};
-    // `before` is the gradient as it came, `after` the one turned back.
-    auto const finish = [&](std::int64_t m, int at, float scale, float& dot, float (&sum)[kVector], float const (&before)[kVector],
-                            float (&after)[kVector]) {
-      if constexpr (kBackward) {
-        float saved[kVector];
-        load_read_only(static_cast<T const*>(p.y) + m * p.y_ld + at, saved);
+  __syncthreads();
+  int const first_head = int(threadIdx.x) / across < step ? int(threadIdx.x) / across : heads;  // the threads left over have none
+  for (int place = int(threadIdx.x) % across; place < places; place += across) {
+    bool const rotates = place < turning;
+    int const parts = rotates ? kParts : 1, c = (rotates ? place : place + turning * (kParts - 1)) * kVector;
+    for (int first = first_head; first < heads; first += step * kHeads) {
+      float bias[kColumns] = {}, sums[kColumns] = {};
+      int const column = first * head_dim + c;
+      if constexpr (kBias)
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          dot += before[i] * saved[i];
-          if (kBias) {
-            dot -= after[i] * element<T>(p.bias, p.wide_bias, at + i);
-            sum[i] += after[i];
+        for (int i = 0; i < kColumns; ++i)
+          if (i / kVector < parts) bias[i] = element<T>(p.bias, p.wide_bias, column + i / kVector * half + i % kVector);
+      HeadGradient<T> gradients[kHeads];
+      if constexpr (kBackward)
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) gradients[h] = HeadGradient<T>(p, first + h * step);
+      for (int r = 0; r < count; ++r) {
+        RowFacts const& row = facts[r];
+        T const* const y = static_cast<T const*>(p.y) + (begin + r) * p.y_ld + column;
+        T* const out = static_cast<T*>(p.out) + (begin + r) * p.out_ld + column;
+        Unread<T, kAngles> cos, sin;
+        if (kHeadDim != 0 || (rotates && first < turning_heads)) {  // known heads: read in vain rather than after a branch
+          cos.read(p.cos, p.wide_tables, row.cos + c * kAngles / kVector);
+          sin.read(p.sin, p.wide_tables, row.sin + c * kAngles / kVector);
+        }
+        Pack<T, kVector> came[kHeads][kParts], saved[kHeads][kParts];
+#pragma unroll
+        for (int i = 0; i < kHeads * kParts; ++i) {
+          int const h = i / kParts, part = i % kParts, offset = h * step * head_dim + part * half;
+          if ((h > 0 && first + h * step >= heads) || part >= parts) continue;
+          if constexpr (kBackward) {
+            came[h][part] = read_only<kVector>(gradients[h].of(row) + c + part * half);
+            saved[h][part] = read_only<kVector>(y + offset);
+          } else {
+            came[h][part] = read<kVector>(y + offset);  // out may be y
           }
-          after[i] *= scale;
         }
+        float dot = 0;
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          int const head = first + h * step;
+          if (h > 0 && head >= heads) break;
+          float values[kColumns];  // the gradient turned back
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i)
+            if (i / kVector < parts) values[i] = float(came[h][i / kVector].values[i % kVector]);
+          if constexpr (kBackward)
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i)
+              if (i / kVector < parts) dot += values[i] * float(saved[h][i / kVector].values[i % kVector]);
+          if (rotates && head < turning_heads)
+#pragma unroll
+            for (int i = 0; i < kAngles; ++i) {
+              float& a = values[kInterleaved ? 2 * i : i];
+              float& b = values[kInterleaved ? 2 * i + 1 : i + kAngles];
+              float const sine = sin.value(p.wide_tables, i);
+              auto const turned = rotate(a, b, cos.value(p.wide_tables, i), kBackward ? -sine : sine);
+              a = turned.a, b = turned.b;
+            }
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            if (part >= parts) break;
+            float scaled[kVector];
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+              float const value = values[part * kVector + i];
+              if constexpr (kBias) dot -= value * bias[part * kVector + i], sums[part * kVector + i] += value;
+              scaled[i] = kBackward ? value * row.scale : value;
+            }
+            store_vector(out + h * step * head_dim + part * half, scaled);
+          }
+        }
+        if constexpr (kBackward) dots[r][threadIdx.x] += dot;
       }
-      store_vector(static_cast<T*>(p.out) + m * p.out_ld + at, after);
-    };
-#pragma unroll 2
-    for (int r = 0; r < count; ++r) {
-      RowFacts const& row = facts[r];
-      std::int64_t const m = begin + r;
-      float const scale = row.scale;
-      float dot = 0;
-      auto const read = [&](int offset, float (&v)[kVector]) {
-        if constexpr (kBackward) {
-          load_read_only(source + row.gradients[which] + offset, v);
-        } else {
-          load_vector(source + m * p.y_ld + offset, v);  // out may be y
-        }
-      };
-      constexpr float kDirection = kBackward ? -1.0f : 1.0f;
-      float a[kVector], new_a[kVector];
-      read(0, a);
-      if (!rotates) {
+      if constexpr (kBias)
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) new_a[i] = a[i];
-        finish(m, column, scale, dot, sum_a, a, new_a);
-      } else if constexpr (kInterleaved) {
-        constexpr int kPairs = kVector / 2;
-        float cos[kPairs], sin[kPairs];
-        elements<T>(p.cos, p.wide_tables, row.cos + c / 2, cos);
-        elements<T>(p.sin, p.wide_tables, row.sin + c / 2, sin);
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          auto const turned = rotate(a[2 * i], a[2 * i + 1], cos[i], sin[i] * kDirection);
-          new_a[2 * i] = turned.a, new_a[2 * i + 1] = turned.b;
-        }
-        finish(m, column, scale, dot, sum_a, a, new_a);
-      } else {
-        float b[kVector], new_b[kVector], cos[kVector], sin[kVector];
-        read(rotary / 2, b);
-        elements<T>(p.cos, p.wide_tables, row.cos + c, cos);
-        elements<T>(p.sin, p.wide_tables, row.sin + c, sin);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          auto const turned = rotate(a[i], b[i], cos[i], sin[i] * kDirection);
-          new_a[i] = turned.a, new_b[i] = turned.b;
-        }
-        finish(m, column, scale, dot, sum_a, a, new_a);
-        finish(m, column + rotary / 2, scale, dot, sum_b, b, new_b);
-      }
-      if constexpr (kBackward) dots[r][threadIdx.x] += dot;
-    }
-    if constexpr (kBias) {
-      float* const sums = p.bias_partials + std::int64_t(blockIdx.x) * p.n + column;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        sums[i] = sum_a[i];
-        if (pair) sums[rotary / 2 + i] = sum_b[i];
-      }
+        for (int i = 0; i < kColumns; ++i)
+          if (i / kVector < parts) p.bias_partials[std::int64_t(blockIdx.x) * p.n + column + i / kVector * half + i % kVector] = sums[i];
     }
   }
   if constexpr (kBackward) {
@@ -314,7 +313,7 @@ __global__ void __launch_bounds__(kHeadThreads) qk_norm_backward_kernel(Rope p) 
       std::int64_t const m = block.first + r;
       T* const out = static_cast<T*>(p.out) + m * p.out_ld + begin;
       T const* const z = normed ? static_cast<T const*>(p.product) + m * p.product_ld + begin : static_cast<T const*>(p.y) + m * p.y_ld + begin;
-      T const* const gradient = head_gradient<T>(p, row, head);
+      T const* const gradient = HeadGradient<T>(p, head).of(row);
       auto const read = [&](int column, float (&v)[kVector]) { load_vector(gradient + column, v); };
       float rstd = 1, mean = 0, dot = 0;
       if (normed) {
@@ -381,17 +380,18 @@ __global__ void __launch_bounds__(kHeadThreads) qk_norm_backward_whole_heads_ker
     RowFacts const& row = block.facts[r];
     std::int64_t const m = block.first + r;
     T const* const z = normed ? static_cast<T const*>(p.product) + m * p.product_ld + begin : static_cast<T const*>(p.y) + m * p.y_ld + begin;
-    T const* const gradient = head_gradient<T>(p, row, head);
+    T const* const gradient = HeadGradient<T>(p, head).of(row);
     float d[2][8], v[2][8], dot = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) load_read_only(gradient + c + h * kHalf, d[h]), load_read_only(z + c + h * kHalf, v[h]);
-    float cos[8], sin[8], g[2][8];
-    elements<T>(p.cos, p.wide_tables, row.cos + c, cos);
-    elements<T>(p.sin, p.wide_tables, row.sin + c, sin);
+    Unread<T, 8> cos, sin;
+    cos.read(p.cos, p.wide_tables, row.cos + c);
+    sin.read(p.sin, p.wide_tables, row.sin + c);
+    float g[2][8];
     float squares = 0, product = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      auto const back = rotate(d[0][i], d[1][i], cos[i], -sin[i]);
+      auto const back = rotate(d[0][i], d[1][i], cos.value(p.wide_tables, i), -sin.value(p.wide_tables, i));
       if (normed) d[0][i] = back.a, d[1][i] = back.b;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -496,11 +496,19 @@ LaunchStatus launch(Rope const& p, void* stream) {
                 aligned(p.cos, p.cos_ld, table) && aligned(p.sin, p.sin_ld, table);
   if (kBackward)
     for (auto const& g : p.gradients) vector = vector && aligned(g.data, g.batch_stride, 2) && g.sequence_stride % 8 == 0 && g.head_stride % 8 == 0;
-  auto const run_rows = [&](auto width, auto interleaved, auto rows) {
+  auto const run_heads = [&](auto width, auto interleaved, auto rows, auto head_dim) {
     constexpr int kRows = decltype(rows)::value;
-    rope_kernel<T, decltype(width)::value, decltype(interleaved)::value, kBackward, kRows>
+    rope_kernel<T, decltype(width)::value, decltype(interleaved)::value, kBackward, kRows, decltype(head_dim)::value>
         <<<unsigned(ceil_div(p.m, kRows)), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
     return launched("rope");
+  };
+  auto const run_rows = [&](auto width, auto interleaved, auto rows) {
+    if constexpr (kBackward && decltype(width)::value == 8 && !decltype(interleaved)::value) {
+      bool const whole = p.rotation.rotary_dim == p.rotation.head_dim;
+      if (whole && p.rotation.head_dim == 64) return run_heads(width, interleaved, rows, std::integral_constant<int, 64>());
+      if (whole && p.rotation.head_dim == 128) return run_heads(width, interleaved, rows, std::integral_constant<int, 128>());
+    }
+    return run_heads(width, interleaved, rows, std::integral_constant<int, 0>());
   };
   auto const run = [&](auto width, auto interleaved) {
     if constexpr (kBackward)

@@ -12,28 +12,42 @@ struct alignas(sizeof(T) * kCount) Pack {
   T values[kCount];
 };
 
-// kCount neighbouring values, in one access of 8 or 16 bytes or element by element.
-template <class T, int kCount>
-__device__ void load_vector(T const* p, float (&out)[kCount]) {
-  if constexpr (kCount * sizeof(T) != 16 && kCount * sizeof(T) != 8) {
+// kCount neighbouring values as they lie in memory, in one access of 8 or 16 bytes or element by element.
+template <int kCount, class T>
+__device__ Pack<T, kCount> read(T const* p) {
+  Pack<T, kCount> pack;
+  if constexpr (sizeof(pack) != 16 && sizeof(pack) != 8) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) out[i] = float(p[i]);
+    for (int i = 0; i < kCount; ++i) pack.values[i] = p[i];
   } else {
-    auto const pack = *reinterpret_cast<Pack<T, kCount> const*>(p);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) out[i] = float(pack.values[i]);
+    pack = *reinterpret_cast<Pack<T, kCount> const*>(p);
   }
+  return pack;
 }
 
 // The same from memory that nobody writes during the kernel: the compiler may then ask for it before an earlier store.
-template <class T, int kCount>
-__device__ void load_read_only(T const* p, float (&out)[kCount]) {
+template <int kCount, class T>
+__device__ Pack<T, kCount> read_only(T const* p) {
   if constexpr (kCount * sizeof(T) != 16) {
-    load_vector(p, out);
+    return read<kCount>(p);
   } else {
     uint4 const raw = __ldg(reinterpret_cast<uint4 const*>(p));
-    load_vector(reinterpret_cast<T const*>(&raw), out);
+    return reinterpret_cast<Pack<T, kCount> const&>(raw);
   }
+}
+
+template <class T, int kCount>
+__device__ void widen(Pack<T, kCount> const& pack, float (&out)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out[i] = float(pack.values[i]);
+}
+template <class T, int kCount>
+__device__ void load_vector(T const* p, float (&out)[kCount]) {
+  widen(read<kCount>(p), out);
+}
+template <class T, int kCount>
+__device__ void load_read_only(T const* p, float (&out)[kCount]) {
+  widen(read_only<kCount>(p), out);
 }
 
 template <class T, int kCount>
