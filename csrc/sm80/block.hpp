@@ -33,16 +33,16 @@ struct Block {
   using Mainloop = sm80::Mainloop<Config, Element, kLayout, kPaired>;
   using Epilogue = sm80::Epilogue<Program, Config, Element>;
   static constexpr int kReused = Mainloop::kSharedBytes > Epilogue::kSharedBytes ? Mainloop::kSharedBytes : Epilogue::kSharedBytes;
-  static constexpr int kSharedMemory = kReused + Epilogue::kPositionBytes;
+  static constexpr int kSharedMemory = kReused + Epilogue::kRowBytes;
 
   CODA_D static void run(GemmArguments const& g, TileIndex tile, unsigned char* shared) {
     int const warp = thread_index() / 32, warp_m = warp % Config::kWarpsM, warp_n = warp / Config::kWarpsM;
     int const first_m = tile.m * Config::kTileM, first_n = tile.n * Config::kTileN;
-    int* const positions = reinterpret_cast<int*>(shared + kReused);
-    Epilogue::find_positions(g, first_m, positions);
+    float* const rows = reinterpret_cast<float*>(shared + kReused);
     typename Mainloop::Accumulators acc;
-    Mainloop::run(acc, g, first_m, first_n, warp_m, warp_n, shared);
-    Epilogue::run(acc, g, first_m, first_n, warp_m, warp_n, shared, positions);
+    Mainloop::run(acc, g, first_m, first_n, warp_m, warp_n, shared, Epilogue::kLastStage,
+                  [&](int part) { Epilogue::ask(g, first_m, first_n, shared, rows, part); });
+    Epilogue::run(acc, g, first_m, first_n, warp_m, warp_n, shared, rows);
   }
 };
 
