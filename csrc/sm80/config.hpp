@@ -4,9 +4,10 @@
 namespace coda::sm80 {
 
 // kWarpsM x kWarpsN warps share a tile; kBlocks blocks are to fit a multiprocessor's registers, so that the epilogue of one runs under the products of
-// the other.
-template <int kTileM_, int kTileN_, int kTileK_, int kWarpsM_, int kWarpsN_, int kStages_, int kBlocks_>
+// the other. kSplits: there is code for products split along K too.
+template <int kTileM_, int kTileN_, int kTileK_, int kWarpsM_, int kWarpsN_, int kStages_, int kBlocks_, bool kSplits_ = false>
 struct Config {
+  static constexpr bool kSplits = kSplits_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = kTileK_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
   static constexpr int kStages = kStages_, kBlocks = kBlocks_;

@@ -29,24 +29,24 @@ struct Operand {
   unsigned inside;             // K-major: a bit for each chunk. Otherwise all or none
   int to;
 
-  // Rows `first` and following of an [extent, k] matrix.
-  CODA_D Operand(Resource const& r, int first, int extent, int k) {
+  // Rows `first` and following, columns `first_k` to `end_k` - 1, of a matrix of `extent` rows.
+  CODA_D Operand(Resource const& r, int first, int extent, int first_k, int end_k) {
     int const chunk = thread_index() % kChunks, line = thread_index() / kChunks;
     to = chunk_offset<kLine>(line, chunk);
     if constexpr (kMajorK) {
       int const row = kPaired ? first / 2 + line / 16 * 8 + line % 8 : first + line, rows = kPaired ? extent / 2 : extent;
       constexpr int kStep = kPaired ? kLinesAtOnce / 2 : kLinesAtOnce;
       std::int64_t const half = kPaired && line / 8 % 2 == 1 ? r.pair_stride : 0;
-      from = static_cast<char const*>(r.data) + 2 * (half + row * r.ld + 8 * chunk);
+      from = static_cast<char const*>(r.data) + 2 * (half + row * r.ld + first_k + 8 * chunk);
       step = 2 * kStep * r.ld, advance = 2 * kTileK;
-      left = k - 8 * chunk;
+      left = end_k - first_k - 8 * chunk;
       inside = 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) inside |= unsigned(row + i * kStep < rows) << i;
     } else {
-      from = static_cast<char const*>(r.data) + 2 * (line * r.ld + first + 8 * chunk);
+      from = static_cast<char const*>(r.data) + 2 * ((first_k + line) * r.ld + first + 8 * chunk);
       step = 2 * kLinesAtOnce * r.ld, advance = 2 * kTileK * r.ld;
-      left = k - line;
+      left = end_k - first_k - line;
       inside = first + 8 * chunk < extent;
     }
   }
@@ -91,14 +91,17 @@ struct Mainloop {
 
   using Accumulators = float[kBlocksM][2 * kBlocksN][4];
 
-  // The last tile along K lies in stage `last`. ask(part), for parts 0 to kStages - 2, asks for what the epilogue reads first, and may use the stages from
+  // Products of columns k.first to k.end - 1, at least one. The last tile along K lies in stage `last`. ask(part), for parts 0 to kStages - 2, asks for what the epilogue reads first, and may use the stages from
   // last + 1 to last + 1 + part for it. All of it has arrived at the end, and all stages are free for others.
+  struct Range {
+    int first, end;
+  };
   template <class Ask>
-  CODA_D static void run(Accumulators& acc, GemmArguments const& g, int first_m, int first_n, int warp_m, int warp_n, unsigned char* shared, int last,
-                         Ask ask) {
-    int const lane = thread_index() % 32, tiles = (int(g.k) + Config::kTileK - 1) / Config::kTileK;
-    A a(g.a, first_m, int(g.m), int(g.k));
-    B b(g.b, first_n, int(g.n), int(g.k));
+  CODA_D static void run(Accumulators& acc, GemmArguments const& g, Range k, int first_m, int first_n, int warp_m, int warp_n, unsigned char* shared,
+                         int last, Ask ask) {
+    int const lane = thread_index() % 32, tiles = (k.end - k.first + Config::kTileK - 1) / Config::kTileK;
+    A a(g.a, first_m, int(g.m), k.first, k.end);
+    B b(g.b, first_n, int(g.n), k.first, k.end);
     Fragments<A, Config::kWarpM, true> const from_a(warp_m, lane);
     Fragments<B, Config::kWarpN, false> const from_b(warp_n, lane);
     SharedAddress const ring = shared_address(shared);
