@@ -570,8 +570,10 @@ struct Epilogue {
 
   template <class... Ls, std::size_t... kL>
   CODA_D static void ask_rows(GemmArguments const& g, int first_m, float* rows, List<Ls...>, std::index_sequence<kL...>) {
-    for (int i = thread_index(); i < Config::kTileM && kRowBytes > 0; i += Config::kThreads) {
-      int const m = first_m + i;
+#pragma unroll
+    for (int begin = 0; begin < Config::kTileM && kRowBytes > 0; begin += Config::kThreads) {
+      int const i = begin + thread_index(), m = first_m + i;
+      if (i >= Config::kTileM) break;
       bool const inside = m < int(g.m);
       if constexpr (kTables) {
         Rotation const& turn = g.rotation;
