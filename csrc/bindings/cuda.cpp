@@ -130,7 +130,7 @@ bool readable(at::Tensor const& t, std::int64_t inner) {
   if (reinterpret_cast<std::uintptr_t>(t.data_ptr()) % kBaseAlignment != 0 || t.size(inner) % kAlignment != 0 || t.size(inner) == 0)
     return false;
   if (t.stride(inner) != 1 && t.size(inner) != 1) return false;
-  return t.size(outer) == 1 || (t.stride(outer) % kAlignment == 0 && t.stride(outer) >= t.size(inner));
+  return t.size(outer) == 1 || (t.stride(outer) % kAlignment == 0 && t.stride(outer) >= t.size(inner) && t.stride(outer) <= kMaxExtent);
 }
 
 // A copy with zeros around it, row-major.

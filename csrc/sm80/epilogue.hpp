@@ -58,6 +58,9 @@ struct Row {
   int selected;
 };
 
+// Of an element in a tensor whose rows are less than 2^31 elements apart (cuda.cpp sees to that): one multiplication of 32 bits.
+CODA_D std::int64_t element_offset(int m, std::int64_t ld, int n) { return std::int64_t(std::uint64_t(std::uint32_t(m)) * std::uint32_t(ld)) + n; }
+
 // What a vector of columns (int64 [M]) has for a row, if it is one from `first` to `end` - 1; counted from `first`, else -1.
 CODA_D int column_between(void const* columns, int m, int first, std::int64_t end) {
   std::int64_t const column = load_one(static_cast<std::int64_t const*>(columns) + m);
@@ -176,7 +179,7 @@ struct Reader<Traits, TileLoad> {
   CODA_D static void ask(Resource const& r, typename Traits::Place const& place, int m, bool inside, unsigned char* to) {
 #pragma unroll
     for (int i = 0; i < Traits::kColumns; ++i)
-      copy_async(shared_address(to) + 16 * Traits::kThreads * i, static_cast<typename Traits::Element const*>(r.data) + m * r.ld + place.n[i],
+      copy_async(shared_address(to) + 16 * Traits::kThreads * i, static_cast<typename Traits::Element const*>(r.data) + element_offset(m, r.ld, place.n[i]),
                  r.data != nullptr && inside && place.inside[i]);
   }
   CODA_D static OfRow arrived(Resource const&, void const* copy) {
@@ -274,7 +277,7 @@ struct Writer;
 template <class Traits>
 struct Writer<Traits, TileStore> {
   CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float const (*out)[kVector], float*, int) {
-    if (r.data == nullptr || !row.inside) return;
+    bool const stores = r.data != nullptr && row.inside;
 #pragma unroll
     for (int i = 0; i < Traits::kColumns; ++i) {
       std::uint32_t words[kVector / 2];
@@ -284,8 +287,8 @@ struct Writer<Traits, TileStore> {
         words[w] = kAdjacent ? pack<typename Traits::Element>(out[0][kVector / 2 * i + w], out[Traits::kColumns - 1][kVector / 2 * i + w])
                              : pack<typename Traits::Element>(out[i][2 * w], out[i][2 * w + 1]);
       }
-      if (place.inside[i] && (r.columns == 0 || place.n[i] < r.columns))
-        store_16_bytes(static_cast<typename Traits::Element*>(r.data) + row.m * r.ld + place.n[i], words);
+      store_16_bytes(static_cast<typename Traits::Element*>(r.data) + element_offset(row.m, r.ld, place.n[i]), words,
+                     stores && place.inside[i] && (r.columns == 0 || place.n[i] < r.columns));
     }
   }
 };
@@ -297,7 +300,7 @@ struct Writer<Traits, HalfTileStore> {
     std::uint32_t words[kVector / 2];
 #pragma unroll
     for (int w = 0; w < kVector / 2; ++w) words[w] = pack<typename Traits::Element>(out[0][2 * w], out[0][2 * w + 1]);
-    if (row.inside && place.inside[0]) store_16_bytes(static_cast<typename Traits::Element*>(r.data) + row.m * r.ld + place.first_pair, words);
+    store_16_bytes(static_cast<typename Traits::Element*>(r.data) + element_offset(row.m, r.ld, place.first_pair), words, row.inside && place.inside[0]);
   }
 };
 
@@ -311,7 +314,7 @@ struct Writer<Traits, RowPartial> {
     if (!place.inside[0]) sum = 0;
 #pragma unroll
     for (int lanes = 1; lanes < Traits::kGroups; lanes *= 2) sum += from_lane_xor(sum, lanes);
-    if (row.inside && thread_index() % Traits::kGroups == 0) static_cast<float*>(r.data)[tile_n * r.ld + row.m] = sum;
+    store_one(static_cast<float*>(r.data) + element_offset(tile_n, r.ld, row.m), sum, row.inside && thread_index() % Traits::kGroups == 0);
   }
 };
 
@@ -393,7 +396,7 @@ struct Writer<Traits, Exponentials> {
     std::uint32_t words[kVector / 2];
 #pragma unroll
     for (int w = 0; w < kVector / 2; ++w) words[w] = pack<fp16>(out[0][2 * w], out[0][2 * w + 1]);
-    if (row.inside && place.inside[0]) store_16_bytes(static_cast<fp16*>(r.data) + row.m * r.ld + place.n[0], words);
+    store_16_bytes(static_cast<fp16*>(r.data) + element_offset(row.m, r.ld, place.n[0]), words, row.inside && place.inside[0]);
   }
 };
 
@@ -561,9 +564,10 @@ struct Epilogue {
   CODA_D static void ask_pass(GemmArguments const& g, Place const& place, int first_m, unsigned char* shared, int pass, int slot, List<Ls...>,
                               std::index_sequence<kL...>) {
     int const m = first_m + thread_index() / kGroups + pass * kRowsAtOnce;
+    bool const inside = pass < kAllPasses && m < int(g.m);
     auto const one = [&](auto load, int index) {
       using Load = decltype(load);
-      if constexpr (detail::kIsTile<Load>) Reader<Load>::ask(g.loads[index], place, m, m < int(g.m), chunk(shared, slot, index));
+      if constexpr (detail::kIsTile<Load>) Reader<Load>::ask(g.loads[index], place, m, inside, chunk(shared, slot, index));
     };
     (one(Ls{}, int(kL)), ...);
   }
@@ -700,10 +704,11 @@ struct Epilogue {
             for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
           }
         }
-        (Writer<Ss>::store(g.sinks[kS], place, row, out + slot_of(int(kS)), sums[kSumOf[kS]], tile_n), ...);
+        // Sums of rows first: under the exchange between lanes others are packed and stored.
+        ((std::is_same_v<Ss, RowPartial> ? Writer<Ss>::store(g.sinks[kS], place, row, out + slot_of(int(kS)), sums[kSumOf[kS]], tile_n) : void()), ...);
+        ((std::is_same_v<Ss, RowPartial> ? void() : Writer<Ss>::store(g.sinks[kS], place, row, out + slot_of(int(kS)), sums[kSumOf[kS]], tile_n)), ...);
         if constexpr (kTiles > 0) {
-          int const ahead = b * kPasses + pass + kSlots;
-          if (ahead < kAllPasses) ask_pass(g, place, first_m, shared, ahead, slot, List<Ls...>{}, std::index_sequence<kL...>{});
+          ask_pass(g, place, first_m, shared, b * kPasses + pass + kSlots, slot, List<Ls...>{}, std::index_sequence<kL...>{});
           commit_copies();
           slot = slot + 1 == kSlots ? 0 : slot + 1;
         }

@@ -251,7 +251,12 @@ void copy_aligned(To* to, From const* from, std::size_t bytes, void const* memor
 inline float load_one(float const* from) { return *from; }
 inline std::int64_t load_one(std::int64_t const* from) { return *from; }
 inline void load_16_bytes(std::uint32_t (&r)[4], void const* from) { copy_aligned(r, static_cast<unsigned char const*>(from), 16, from); }
-inline void store_16_bytes(void* to, std::uint32_t const (&r)[4]) { copy_aligned(static_cast<unsigned char*>(to), r, 16, to); }
+inline void store_16_bytes(void* to, std::uint32_t const (&r)[4], bool valid) {
+  if (valid) copy_aligned(static_cast<unsigned char*>(to), r, 16, to);
+}
+inline void store_one(float* to, float value, bool valid) {
+  if (valid) *to = value;
+}
 inline void load_shared_16_bytes(std::uint32_t (&r)[4], void const* from) { load_16_bytes(r, from); }
 inline void load_four(float* to, float const* from) { copy_aligned(to, from, 16, from); }
 inline void store_four(float* to, float const* from) { copy_aligned(to, from, 16, to); }
