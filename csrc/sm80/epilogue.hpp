@@ -716,6 +716,7 @@ struct Epilogue {
       }
       barrier();
     }
+    if constexpr (kTiles > 0) wait_copies<0>();  // of nothing: passes that do not exist were asked for too
     ((std::is_same_v<Ss, ColPartial> ? finish_columns(g.sinks[kS], g, first_m, first_n, sums[kSumOf[kS]], band) : void()), ...);
   }
 
