@@ -75,6 +75,7 @@ class Sm80Config:
     raster: str = "m"
     rate: float = 1.0
     min_k: int = 0
+    splits: bool = False  # there is code to split K
 
     @property
     def name(self) -> str:
@@ -82,7 +83,7 @@ class Sm80Config:
 
     @property
     def cpp(self) -> str:
-        return f"coda::sm80::Config<{', '.join(map(str, (*self.tile, *self.warps, self.stages, self.blocks)))}>"
+        return f"coda::sm80::Config<{', '.join(map(str, (*self.tile, *self.warps, self.stages, self.blocks)))}, {str(self.splits).lower()}>"
 
     @property
     def order(self) -> str:
@@ -228,7 +229,9 @@ def manifest() -> list[Kernel]:
     add("dlogits", "DLogits", loss, ("tn",), (PINGPONG_128,))
     # Every one of them for SM80 too. The statistics of the loss have tiles of one width, whose rows are summed in the same order: the same bits again.
     for program, cpp, header, layout in dict.fromkeys((k.program, k.cpp, k.header, k.layout) for k in rows):
-        add(program, cpp, header, (layout,), (SQUARE, SMALL) if program.startswith("lse_select") else (SQUARE, WIDE, SMALL))
+        configs = (SQUARE, SMALL) if program.startswith("lse_select") else (SQUARE, WIDE, SMALL)
+        # Gradients of small weights are short in M and N and as long as there are tokens in K. Nothing is fused to them.
+        add(program, cpp, header, (layout,), [dataclasses.replace(c, splits=program == "plain") for c in configs])
     keys = [k.key for k in rows]
     assert len(set(keys)) == len(keys), "two kernels of the manifest share a key"
     return rows

@@ -246,7 +246,7 @@ void force_kernel(std::string const& program, std::string const& key);
 std::string forced_kernel(std::string const& program);
 // CODA_FORCE_ARCH: the one architecture whose kernels may run, for tests; null or empty if any may.
 char const* forced_arch();
-// Overrides the scheduler's swizzle and raster (0: the kernel's own).
-void force_schedule(int swizzle, int raster);
+// Overrides the scheduler's swizzle and raster, and the parts of K where a kernel can split it (0: the kernel's own, or what dispatch chooses).
+void force_schedule(int swizzle, int raster, int splits);
 
 }  // namespace coda::bindings

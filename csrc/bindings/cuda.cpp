@@ -20,9 +20,9 @@
 namespace coda::bindings {
 
 namespace {
-int forced_swizzle = 0, forced_raster = 0;
+int forced_swizzle = 0, forced_raster = 0, forced_splits = 0;
 }
-void force_schedule(int swizzle, int raster) { forced_swizzle = swizzle, forced_raster = raster; }
+void force_schedule(int swizzle, int raster, int splits) { forced_swizzle = swizzle, forced_raster = raster, forced_splits = splits; }
 
 namespace cuda {
 
@@ -131,7 +131,7 @@ bool readable(at::Tensor const& t, std::int64_t inner) {
   if (reinterpret_cast<std::uintptr_t>(t.data_ptr()) % kBaseAlignment != 0 || t.size(inner) % kAlignment != 0 || t.size(inner) == 0)
     return false;
   if (t.stride(inner) != 1 && t.size(inner) != 1) return false;
-  return t.size(outer) == 1 || (t.stride(outer) % kAlignment == 0 && t.stride(outer) >= t.size(inner));
+  return t.size(outer) == 1 || (t.stride(outer) % kAlignment == 0 && t.stride(outer) >= t.size(inner) && t.stride(outer) <= kMaxExtent);
 }
 
 // A copy with zeros around it, row-major.
@@ -321,8 +321,17 @@ void run(Kinds const& kinds, Launch& call) {
   g.sm_count = current_device().sm_count;
   g.swizzle = forced_swizzle;
   g.raster = forced_raster;
+  std::string what = kernel.key;
+  if (kernel.splits) {
+    g.splits = forced_splits > 0 ? int(count_parts(g.k, forced_splits, kernel.tile_k)) : best_splits(kernel, g.m, g.n, g.k, g.sm_count);
+    if (g.splits > 1) {
+      std::int64_t const tile = std::int64_t(kernel.tile_m) * kernel.tile_n;
+      g.parts = keep(at::empty({g.splits * count_tiles(kernel, g.m, g.n) * tile}, statistics)).data_ptr<float>();
+      what += " in " + std::to_string(g.splits) + " parts";
+    }
+  }
   check(kernel.launch(g), kernel.key);
-  note(kernel.arch, kernel.key);
+  note(kernel.arch, what);
   for (auto const& [from, to] : copy_back) to.copy_(from);
 }
 

@@ -16,7 +16,7 @@ py::dict describe(coda::KernelInfo const& k) {
   return py::dict("key"_a = k.key, "program"_a = k.program, "arch"_a = k.arch, "layout"_a = k.layout, "dtype"_a = k.dtype,
                   "tile"_a = py::make_tuple(k.tile_m, k.tile_n, k.tile_k), "cluster"_a = py::make_tuple(k.cluster_m, k.cluster_n),
                   "stages"_a = k.stages, "shared_memory"_a = k.shared_memory, "threads"_a = k.threads, "rate"_a = k.rate,
-                  "min_k"_a = k.min_k, "heads_within"_a = k.heads_within);
+                  "min_k"_a = k.min_k, "heads_within"_a = k.heads_within, "splits"_a = k.splits);
 }
 
 py::list kernels() {
@@ -64,5 +64,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("last_call", &coda::bindings::last_call);
   m.def("launch_count", &coda::bindings::launch_count);
   m.def("force_kernel", &coda::bindings::force_kernel, py::arg("program"), py::arg("key"));
-  m.def("force_schedule", &coda::bindings::force_schedule, py::arg("swizzle"), py::arg("raster"));
+  m.def("force_schedule", &coda::bindings::force_schedule, py::arg("swizzle"), py::arg("raster"), py::arg("splits") = 0);
 }

@@ -120,12 +120,30 @@ inline Bands bands(std::int64_t tiles_m, std::int64_t tiles_n, int cluster_m, in
   return one;
 }
 
-// Relative time of `kernel` on an m x n output: full waves times the time of a tile.
-inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, std::int64_t k, int sm_count) {
-  std::int64_t const tiles_m = ceil_div(m, kernel.tile_m), tiles_n = ceil_div(n, kernel.tile_n);
+inline std::int64_t count_tiles(KernelInfo const& kernel, std::int64_t m, std::int64_t n) { return ceil_div(m, kernel.tile_m) * ceil_div(n, kernel.tile_n); }
+
+// Relative time of `kernel` on an m x n output: full waves times the time of a tile. With K split a tile takes as long as a part of it, and then its parts
+// are added: what that takes in columns of K, for each part, and once for the launch, is a rough estimate.
+inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, std::int64_t k, int sm_count, int splits = 1) {
+  constexpr double kAddPart = 128, kLaunch = 512;
+  std::int64_t const tiles_m = ceil_div(m, kernel.tile_m), tiles_n = ceil_div(n, kernel.tile_n), tiles = tiles_m * tiles_n;
+  std::int64_t const length = splits > 1 ? part_length(k, splits, kernel.tile_k) : k;
   bool const cutlass = !std::strcmp(kernel.arch, "sm90");
-  std::int64_t const waves = cutlass ? bands(tiles_m, tiles_n, kernel.cluster_m, kernel.cluster_n, sm_count).waves : ceil_div(tiles_m * tiles_n, sm_count);
-  return double(waves) * kernel.tile_m * kernel.tile_n / kernel.rate * (k < kernel.min_k ? 1.1 : 1);
+  std::int64_t const waves = cutlass ? bands(tiles_m, tiles_n, kernel.cluster_m, kernel.cluster_n, sm_count).waves : ceil_div(tiles * splits, sm_count);
+  double const area = double(kernel.tile_m) * kernel.tile_n / kernel.rate * (length < kernel.min_k ? 1.1 : 1);
+  double const products = double(waves) * double(length) / double(k);
+  return area * (products + (splits > 1 ? double(ceil_div(tiles, sm_count)) * (kAddPart * splits + kLaunch) / double(k) : 0));
+}
+
+// The number of parts of K that takes the least time; of equal ones the smaller. No more than twice as many blocks as multiprocessors: a longer last wave is
+// worth less than the memory that parts take.
+constexpr int kMaxSplits = 16;
+inline int best_splits(KernelInfo const& kernel, std::int64_t m, std::int64_t n, std::int64_t k, int sm_count) {
+  std::int64_t const tiles = count_tiles(kernel, m, n);
+  int best = 1;
+  for (int splits = 2; kernel.splits && splits <= kMaxSplits && tiles * splits <= 2 * sm_count; ++splits)
+    if (count_parts(k, splits, kernel.tile_k) == splits && cost(kernel, m, n, k, sm_count, splits) < cost(kernel, m, n, k, sm_count, best)) best = splits;
+  return best;
 }
 
 // The cheapest kernel of (program, layout, dtype) that can run `g`, of the first architecture that has one; null, and the reason of the last refusal, if
@@ -144,7 +162,7 @@ inline KernelInfo const* select_kernel(KernelTable table, Archs const& archs, ch
         *reason = why;
         continue;
       }
-      double const c = cost(kernel, g.m, g.n, g.k, sm_count);
+      double const c = cost(kernel, g.m, g.n, g.k, sm_count, best_splits(kernel, g.m, g.n, g.k, sm_count));
       if (best == nullptr || c < best_cost) best = &kernel, best_cost = c;
     }
     if (best != nullptr) return best;

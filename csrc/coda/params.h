@@ -53,6 +53,8 @@ struct GemmArguments {
   int swizzle = 0;       // tiles of a raster band; 0: the kernel's own choice
   int raster = 0;        // 1: along M, 2: along N; 0: the kernel's own choice
   int sm_count = 0;      // of the current device; 0: ask the driver
+  int splits = 1;        // parts of K whose products are added in their order (split-K), for kernels that can, see registry.h
+  float* parts = nullptr;  // with more than one: memory for their accumulators, of all tiles
   void* stream = nullptr;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "coda/params.h"
+#include "coda/program.hpp"
 
 namespace coda {
 
@@ -25,7 +26,17 @@ struct KernelInfo {
   double rate;        // relative speed of a full wave, for dispatch: see csrc/kernels.py
   int min_k;          // from this K on
   LaunchStatus (*launch)(GemmArguments const&);
+  bool splits = false;  // it takes GemmArguments::splits
 };
+
+// Split-K: the length of all parts of K but the last one, in whole tiles; and how many there are then, which may be fewer than asked for.
+CODA_HD std::int64_t part_length(std::int64_t k, std::int64_t splits, std::int64_t tile_k) {
+  return ((k + splits - 1) / splits + tile_k - 1) / tile_k * tile_k;
+}
+CODA_HD std::int64_t count_parts(std::int64_t k, std::int64_t splits, std::int64_t tile_k) {
+  std::int64_t const length = part_length(k, splits, tile_k);
+  return (k + length - 1) / length;
+}
 
 // What the kernels of an architecture were compiled to: machine code for `capability` (10 major + minor) or PTX for it and all newer ones.
 struct CodeInfo {

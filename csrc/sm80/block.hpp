@@ -2,6 +2,7 @@
 #pragma once
 
 #include "coda/params.h"
+#include "coda/registry.h"
 #include "sm80/config.hpp"
 #include "sm80/epilogue.hpp"
 #include "sm80/mainloop.hpp"
@@ -33,16 +34,60 @@ struct Block {
   using Mainloop = sm80::Mainloop<Config, Element, kLayout, kPaired>;
   using Epilogue = sm80::Epilogue<Program, Config, Element>;
   static constexpr int kReused = Mainloop::kSharedBytes > Epilogue::kSharedBytes ? Mainloop::kSharedBytes : Epilogue::kSharedBytes;
-  static constexpr int kSharedMemory = kReused + Epilogue::kPositionBytes;
+  static constexpr int kSharedMemory = kReused + Epilogue::kRowBytes;
 
-  CODA_D static void run(GemmArguments const& g, TileIndex tile, unsigned char* shared) {
-    int const warp = thread_index() / 32, warp_m = warp % Config::kWarpsM, warp_n = warp / Config::kWarpsM;
-    int const first_m = tile.m * Config::kTileM, first_n = tile.n * Config::kTileN;
-    int* const positions = reinterpret_cast<int*>(shared + kReused);
-    Epilogue::find_positions(g, first_m, positions);
-    typename Mainloop::Accumulators acc;
-    Mainloop::run(acc, g, first_m, first_n, warp_m, warp_n, shared);
-    Epilogue::run(acc, g, first_m, first_n, warp_m, warp_n, shared, positions);
+  int const warp = thread_index() / 32, warp_m = warp % Config::kWarpsM, warp_n = warp / Config::kWarpsM;
+  GemmArguments const& g;
+  int const first_m, first_n;
+  unsigned char* const shared;
+  float* const rows;
+  typename Mainloop::Accumulators acc;
+
+  CODA_D Block(GemmArguments const& g, TileIndex tile, unsigned char* shared)
+      : g(g), first_m(tile.m * Config::kTileM), first_n(tile.n * Config::kTileN), shared(shared), rows(reinterpret_cast<float*>(shared + kReused)) {}
+
+  CODA_D void run() {
+    Mainloop::run(acc, g, {0, int(g.k)}, first_m, first_n, warp_m, warp_n, shared, Epilogue::kLastStage, [&](int part) { ask(part); });
+    finish();
+  }
+
+  // Split-K, in two launches: first a block for each tile and part of K, which leaves its accumulators behind, then one for each tile, which adds them in
+  // the order of the parts. number: of the tile, among all `tiles`.
+  CODA_D void run_part(int part, int number, int tiles) {
+    int const length = int(part_length(g.k, g.splits, Config::kTileK)), begin = part * length, end = begin + length;
+    Mainloop::run(acc, g, {begin, end < g.k ? end : int(g.k)}, first_m, first_n, warp_m, warp_n, shared, 0, [](int) {});
+    for_all_fours(part, number, tiles, [](float* four, float* memory) { store_four(memory, four); });
+  }
+  CODA_D void add_parts(int number, int tiles) {
+#pragma unroll 1
+    for (int i = 0; i < Config::kStages - 1; ++i) ask(i);
+    commit_copies();
+    for_all_fours(0, number, tiles, [](float* four, float* memory) { load_four(four, memory); });
+#pragma unroll 1
+    for (int part = 1; part < g.splits; ++part) {
+      for_all_fours(part, number, tiles, [](float* four, float* memory) {
+        float more[4];
+        load_four(more, memory);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) four[v] += more[v];
+      });
+    }
+    wait_copies<0>();
+    barrier();
+    finish();
+  }
+
+ private:
+  CODA_D void ask(int part) { Epilogue::ask(g, first_m, first_n, shared, rows, part); }
+  CODA_D void finish() { Epilogue::run(acc, g, first_m, first_n, warp_m, warp_n, shared, rows); }
+
+  // Every four accumulators, and where they are among the parts.
+  template <class F>
+  CODA_D void for_all_fours(int part, int number, int tiles, F f) {
+    constexpr int kFours = Mainloop::kBlocksM * 2 * Mainloop::kBlocksN;
+    float* const memory = g.parts + 4 * ((std::int64_t(part) * tiles + number) * kFours * Config::kThreads + thread_index());
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) f(acc[i / (2 * Mainloop::kBlocksN)][i % (2 * Mainloop::kBlocksN)], memory + 4 * Config::kThreads * i);
   }
 };
 

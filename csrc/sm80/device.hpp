@@ -22,6 +22,9 @@ CODA_D SharedAddress shared_address(void const* p) { return SharedAddress(__cvta
 CODA_D void copy_async(SharedAddress to, void const* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+CODA_D void copy_async(float* to, void const* from, bool valid) {  // 4 bytes
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
 CODA_D void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 // Waits until all but the last kPending groups have arrived.
 template <int kPending>
@@ -70,7 +73,31 @@ CODA_D void load_16_bytes(std::uint32_t (&r)[4], void const* from) {
   uint4 const v = __ldg(static_cast<uint4 const*>(from));
   r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
 }
-CODA_D void store_16_bytes(void* to, std::uint32_t const (&r)[4]) { *static_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]); }
+// To global memory, if `valid`. A predicate instead of a branch: what comes before and behind is scheduled as one.
+CODA_D void store_16_bytes(void* to, std::uint32_t const (&r)[4], bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "}\n" ::"l"(to),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(int(valid))
+      : "memory");
+}
+CODA_D void store_one(float* to, float value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p st.global.f32 [%0], %1;\n"
+      "}\n" ::"l"(to),
+      "f"(value), "r"(int(valid))
+      : "memory");
+}
+CODA_D void load_shared_16_bytes(std::uint32_t (&r)[4], void const* from) {
+  uint4 const v = *static_cast<uint4 const*>(from);
+  r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
+}
 CODA_D void load_four(float* to, float const* from) {
   float4 const v = *reinterpret_cast<float4 const*>(from);
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;

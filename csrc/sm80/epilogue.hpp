@@ -3,7 +3,11 @@
 // Accumulators go through shared memory, a band of rows (those of one row of warps) at a time, and come back so that a thread has 8 columns of a row, or
 // 8 pairs, all passes long the same ones. So a pairing is nothing but which columns are read; tiles move by 16-byte accesses in whole lines of memory; what
 // belongs to columns is loaded once; a row's sum or maximum is one over neighbouring lanes; a column's sum grows in registers and is finished in shared
-// memory. All in a fixed order. What a pass needs of its row is asked for one pass ahead.
+// memory. All in a fixed order.
+//
+// Loads must not be waited for: while a block is in its epilogue, only the other blocks of its multiprocessor have products to hide them. Tiles come by
+// cp.async through a ring of slots behind the band, one pass a slot; each thread copies what it reads itself. The first ones are asked for in the mainloop,
+// when stages become free. So are the values of all rows (vectors, positions). What else a pass needs of its row is asked for one pass ahead.
 #pragma once
 
 #include <cmath>
@@ -54,6 +58,9 @@ struct Row {
   int selected;
 };
 
+// Of an element in a tensor whose rows are less than 2^31 elements apart (cuda.cpp sees to that): one multiplication of 32 bits.
+CODA_D std::int64_t element_offset(int m, std::int64_t ld, int n) { return std::int64_t(std::uint64_t(std::uint32_t(m)) * std::uint32_t(ld)) + n; }
+
 // What a vector of columns (int64 [M]) has for a row, if it is one from `first` to `end` - 1; counted from `first`, else -1.
 CODA_D int column_between(void const* columns, int m, int first, std::int64_t end) {
   std::int64_t const column = load_one(static_cast<std::int64_t const*>(columns) + m);
@@ -73,11 +80,21 @@ CODA_D void load_values(float* to, void const* data, bool fp32, std::int64_t fir
 }
 
 // --- loads ------------------------------------------------------------------------------------------------------------------------------
-// OfColumns is loaded once, OfRow for each row; `put` gives the program pair number `pair` of a row.
+// OfColumns is loaded once, OfRow for each row: by `row` from memory, or by `arrived` from shared memory, where a copy was asked for long before. `put`
+// gives the program pair number `pair` of a row.
 template <class Traits, class Load>
 struct Reader;
 
 struct Nothing {};
+
+template <class Load>
+constexpr bool kIsColVector = false;
+template <int kAbsent>
+constexpr bool kIsColVector<ColVector<kAbsent>> = true;
+template <class Load>
+constexpr bool kIsTile = std::is_same_v<Load, TileLoad>;
+template <class Load>
+constexpr bool kIsCopied = kIsColVector<Load> || kIsTile<Load>;
 
 template <class Traits>
 struct Reader<Traits, Scalar> {
@@ -141,8 +158,11 @@ struct Reader<Traits, ColVector<kAbsent>> {
     float value;
   };
   CODA_D static OfColumns columns(Resource const&, GemmArguments const&, typename Traits::Place const&) { return {}; }
-  CODA_D static OfRow row(OfColumns const&, Resource const& r, typename Traits::Place const&, Row const& row) {
-    return {r.data != nullptr && row.inside ? load_one(static_cast<float const*>(r.data) + row.m) : float(kAbsent)};
+  CODA_D static void ask(Resource const& r, int m, bool inside, float* to) {
+    copy_async(to, static_cast<float const*>(r.data) + m, r.data != nullptr && inside);
+  }
+  CODA_D static OfRow arrived(Resource const& r, void const* copy) {
+    return {r.data != nullptr ? *static_cast<float const*>(copy) : float(kAbsent)};
   }
   CODA_D static void put(OfColumns const&, OfRow const& row, int, float* in) { in[0] = row.value; }
 };
@@ -154,12 +174,18 @@ struct Reader<Traits, TileLoad> {
     std::uint32_t words[Traits::kColumns][kVector / 2];
   };
   CODA_D static OfColumns columns(Resource const&, GemmArguments const&, typename Traits::Place const&) { return {}; }
-  CODA_D static OfRow row(OfColumns const&, Resource const& r, typename Traits::Place const& place, Row const& row) {
-    OfRow result = {};
+  static constexpr int kBytes = 16 * Traits::kColumns * Traits::kThreads;  // of a pass
+  // to, copy: this thread's 16 bytes, the first of kColumns.
+  CODA_D static void ask(Resource const& r, typename Traits::Place const& place, int m, bool inside, unsigned char* to) {
 #pragma unroll
     for (int i = 0; i < Traits::kColumns; ++i)
-      if (r.data != nullptr && row.inside && place.inside[i])
-        load_16_bytes(result.words[i], static_cast<typename Traits::Element const*>(r.data) + row.m * r.ld + place.n[i]);
+      copy_async(shared_address(to) + 16 * Traits::kThreads * i, static_cast<typename Traits::Element const*>(r.data) + element_offset(m, r.ld, place.n[i]),
+                 r.data != nullptr && inside && place.inside[i]);
+  }
+  CODA_D static OfRow arrived(Resource const&, void const* copy) {
+    OfRow result;
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i) load_shared_16_bytes(result.words[i], static_cast<unsigned char const*>(copy) + 16 * Traits::kThreads * i);
     return result;
   }
   CODA_D static void put(OfColumns const&, OfRow const& row, int pair, float* in) {
@@ -251,7 +277,7 @@ struct Writer;
 template <class Traits>
 struct Writer<Traits, TileStore> {
   CODA_D static void store(Resource const& r, typename Traits::Place const& place, Row const& row, float const (*out)[kVector], float*, int) {
-    if (r.data == nullptr || !row.inside) return;
+    bool const stores = r.data != nullptr && row.inside;
 #pragma unroll
     for (int i = 0; i < Traits::kColumns; ++i) {
       std::uint32_t words[kVector / 2];
@@ -261,8 +287,8 @@ struct Writer<Traits, TileStore> {
         words[w] = kAdjacent ? pack<typename Traits::Element>(out[0][kVector / 2 * i + w], out[Traits::kColumns - 1][kVector / 2 * i + w])
                              : pack<typename Traits::Element>(out[i][2 * w], out[i][2 * w + 1]);
       }
-      if (place.inside[i] && (r.columns == 0 || place.n[i] < r.columns))
-        store_16_bytes(static_cast<typename Traits::Element*>(r.data) + row.m * r.ld + place.n[i], words);
+      store_16_bytes(static_cast<typename Traits::Element*>(r.data) + element_offset(row.m, r.ld, place.n[i]), words,
+                     stores && place.inside[i] && (r.columns == 0 || place.n[i] < r.columns));
     }
   }
 };
@@ -274,7 +300,7 @@ struct Writer<Traits, HalfTileStore> {
     std::uint32_t words[kVector / 2];
 #pragma unroll
     for (int w = 0; w < kVector / 2; ++w) words[w] = pack<typename Traits::Element>(out[0][2 * w], out[0][2 * w + 1]);
-    if (row.inside && place.inside[0]) store_16_bytes(static_cast<typename Traits::Element*>(r.data) + row.m * r.ld + place.first_pair, words);
+    store_16_bytes(static_cast<typename Traits::Element*>(r.data) + element_offset(row.m, r.ld, place.first_pair), words, row.inside && place.inside[0]);
   }
 };
 
@@ -288,7 +314,7 @@ struct Writer<Traits, RowPartial> {
     if (!place.inside[0]) sum = 0;
 #pragma unroll
     for (int lanes = 1; lanes < Traits::kGroups; lanes *= 2) sum += from_lane_xor(sum, lanes);
-    if (row.inside && thread_index() % Traits::kGroups == 0) static_cast<float*>(r.data)[tile_n * r.ld + row.m] = sum;
+    store_one(static_cast<float*>(r.data) + element_offset(tile_n, r.ld, row.m), sum, row.inside && thread_index() % Traits::kGroups == 0);
   }
 };
 
@@ -370,7 +396,7 @@ struct Writer<Traits, Exponentials> {
     std::uint32_t words[kVector / 2];
 #pragma unroll
     for (int w = 0; w < kVector / 2; ++w) words[w] = pack<fp16>(out[0][2 * w], out[0][2 * w + 1]);
-    if (row.inside && place.inside[0]) store_16_bytes(static_cast<fp16*>(r.data) + row.m * r.ld + place.n[0], words);
+    store_16_bytes(static_cast<fp16*>(r.data) + element_offset(row.m, r.ld, place.n[0]), words, row.inside && place.inside[0]);
   }
 };
 
@@ -402,7 +428,7 @@ struct Epilogue {
   struct Traits {
     using Element = Element_;
     using Place = detail::Place<Program::kColumns>;
-    static constexpr int kColumns = Program::kColumns;
+    static constexpr int kColumns = Program::kColumns, kThreads = Config::kThreads;
     static constexpr Pairing kPairing = kPairingOf<Program>;
     static constexpr int kGroups = Config::kTileN / (detail::kVector * Program::kColumns);  // threads that have a row between them
     // Where a member of a pair lies among the columns of its thread.
@@ -419,6 +445,14 @@ struct Epilogue {
   template <class... Ts>
   static constexpr bool has_table(List<Ts...>) {
     return (false || ... || (std::is_same_v<Ts, TableRow<0>> || std::is_same_v<Ts, TableRow<1>>));
+  }
+  template <class... Ts>
+  static constexpr int count_tiles(List<Ts...>) {
+    return (0 + ... + int(detail::kIsTile<Ts>));
+  }
+  template <class... Ts>
+  static constexpr int count_vectors(List<Ts...>) {
+    return (0 + ... + int(detail::kIsColVector<Ts>));
   }
   template <class... Ts>
   static constexpr int count_columns(List<Ts...>) {
@@ -439,7 +473,20 @@ struct Epilogue {
   static constexpr int kBandBytes = 4 * Config::kWarpM * kStride;
   static constexpr int kSumBytes = kColPartials > 0 ? 4 * kRowsAtOnce * Config::kTileN : 0;
   static constexpr int kSharedBytes = kBandBytes > kSumBytes ? kBandBytes : kSumBytes;
-  static constexpr int kPositionBytes = kTables ? 4 * Config::kTileM : 0;  // not shared with the mainloop
+  static constexpr int kRowBytes = 4 * Config::kTileM * (kTables + count_vectors(Loads{}));  // positions and vectors, not shared with the mainloop
+
+  // The slots of tile loads lie behind the band, in the two stages of the mainloop that become free first. In the second of them, two tiles along K before the
+  // end: memory answers within that time.
+  static constexpr int kTiles = count_tiles(Loads{}), kAllPasses = Config::kTileM / kRowsAtOnce;
+  static constexpr int kFirstFree = kBandBytes / Config::kStageBytes, kLastStage = (kFirstFree + Config::kStages - 1) % Config::kStages;
+  static constexpr int kSlotBytes = 16 * kColumns * Config::kThreads * kTiles;
+  static constexpr int slots_within(int stages) {
+    int const stop = kFirstFree + stages < Config::kStages ? kFirstFree + stages : Config::kStages, bytes = stop * Config::kStageBytes - kBandBytes;
+    int const slots = kTiles > 0 && bytes > 0 ? bytes / kSlotBytes : 0;
+    return slots < kAllPasses ? slots : kAllPasses;
+  }
+  static constexpr int kSlots = slots_within(2);
+  static_assert(kTiles == 0 || kSlots > 1, "the mainloop's memory has room for the band and some passes of tile loads");
 
   // Of which column of the tile, and of the matrix, this thread's groups begin.
   struct Columns {
@@ -470,25 +517,22 @@ struct Epilogue {
     }
   };
 
-  // For all rows of a tile, before the mainloop: nothing waits for them then.
-  CODA_D static void find_positions(GemmArguments const& g, int first_m, int* positions) {
-    if constexpr (kTables) {
-      Rotation const& turn = g.rotation;
-      for (int i = thread_index(); i < Config::kTileM; i += Config::kThreads) {
-        int const m = first_m + i;
-        if (m < g.m)
-          positions[i] = turn.positions == nullptr ? m % int(turn.period)
-                         : turn.positions64        ? int(static_cast<std::int64_t const*>(turn.positions)[m])
-                                                   : static_cast<std::int32_t const*>(turn.positions)[m];
-      }
+  // What the mainloop asks for on its way, see there. rows: kRowBytes for the values of all rows.
+  CODA_D static void ask(GemmArguments const& g, int first_m, int first_n, unsigned char* shared, float* rows, int part) {
+    if (part == 0) ask_rows(g, first_m, rows, Loads{}, std::make_index_sequence<Loads::size>{});
+    if constexpr (kTiles > 0) {
+      int const begin = part == 0 ? 0 : slots_within(1), end = part == 0 ? slots_within(1) : part == 1 ? kSlots : 0;
+      Columns const columns(g, first_n);
+#pragma unroll 1
+      for (int pass = begin; pass < end; ++pass) ask_pass(g, columns.place, first_m, shared, pass, pass, Loads{}, std::make_index_sequence<Loads::size>{});
     }
   }
 
   // Called between two barriers. first_m and first_n: where the tile begins.
   template <int kBlocksM, int kBlocksN>
   CODA_D static void run(float const (&acc)[kBlocksM][kBlocksN][4], GemmArguments const& g, int first_m, int first_n, int warp_m, int warp_n,
-                         unsigned char* shared, int const* positions) {
-    run(acc, g, first_m, first_n, warp_m, warp_n, shared, positions, Loads{}, Sinks{}, std::make_index_sequence<Loads::size>{},
+                         unsigned char* shared, float const* rows) {
+    run(acc, g, first_m, first_n, warp_m, warp_n, shared, rows, Loads{}, Sinks{}, std::make_index_sequence<Loads::size>{},
         std::make_index_sequence<Sinks::size>{});
   }
 
@@ -498,9 +542,62 @@ struct Epilogue {
   template <class S>
   using Writer = detail::Writer<Traits, S>;
 
+  // The number of loads of a kind before load `index`.
+  template <class... Ls>
+  static constexpr int tiles_before(int index, List<Ls...>) {
+    int count = 0, i = 0;
+    return ((count += i++ < index && detail::kIsTile<Ls>), ..., count);
+  }
+  template <class... Ls>
+  static constexpr int vectors_before(int index, List<Ls...>) {
+    int count = 0, i = 0;
+    return ((count += i++ < index && detail::kIsColVector<Ls>), ..., count);
+  }
+
+  // Where a thread's part of a pass of a tile load is; where the vector of a load begins.
+  CODA_D static unsigned char* chunk(unsigned char* shared, int slot, int load) {
+    return shared + kBandBytes + kSlotBytes * slot + 16 * (kColumns * Config::kThreads * tiles_before(load, Loads{}) + thread_index());
+  }
+  static constexpr int vector_begin(int load) { return Config::kTileM * (kTables + vectors_before(load, Loads{})); }
+
+  template <class... Ls, std::size_t... kL>
+  CODA_D static void ask_pass(GemmArguments const& g, Place const& place, int first_m, unsigned char* shared, int pass, int slot, List<Ls...>,
+                              std::index_sequence<kL...>) {
+    int const m = first_m + thread_index() / kGroups + pass * kRowsAtOnce;
+    bool const inside = pass < kAllPasses && m < int(g.m);
+    auto const one = [&](auto load, int index) {
+      using Load = decltype(load);
+      if constexpr (detail::kIsTile<Load>) Reader<Load>::ask(g.loads[index], place, m, inside, chunk(shared, slot, index));
+    };
+    (one(Ls{}, int(kL)), ...);
+  }
+
+  template <class... Ls, std::size_t... kL>
+  CODA_D static void ask_rows(GemmArguments const& g, int first_m, float* rows, List<Ls...>, std::index_sequence<kL...>) {
+#pragma unroll
+    for (int begin = 0; begin < Config::kTileM && kRowBytes > 0; begin += Config::kThreads) {
+      int const i = begin + thread_index(), m = first_m + i;
+      if (i >= Config::kTileM) break;
+      bool const inside = m < int(g.m);
+      if constexpr (kTables) {
+        Rotation const& turn = g.rotation;
+        if (turn.positions == nullptr) {
+          rows[i] = as_float(std::uint32_t(m % int(turn.period)));
+        } else {  // of a 64-bit number the lower half
+          copy_async(rows + i, static_cast<std::int32_t const*>(turn.positions) + (turn.positions64 ? 2 * std::int64_t(m) : m), inside);
+        }
+      }
+      auto const one = [&](auto load, int index) {
+        using Load = decltype(load);
+        if constexpr (detail::kIsColVector<Load>) Reader<Load>::ask(g.loads[index], m, inside, rows + vector_begin(index) + i);
+      };
+      (one(Ls{}, int(kL)), ...);
+    }
+  }
+
   template <int kBlocksM, int kBlocksN, class... Ls, class... Ss, std::size_t... kL, std::size_t... kS>
   CODA_D static void run(float const (&acc)[kBlocksM][kBlocksN][4], GemmArguments const& g, int first_m, int first_n, int warp_m, int warp_n,
-                         unsigned char* shared, int const* positions, List<Ls...>, List<Ss...>, std::index_sequence<kL...>, std::index_sequence<kS...>) {
+                         unsigned char* shared, float const* rows, List<Ls...>, List<Ss...>, std::index_sequence<kL...>, std::index_sequence<kS...>) {
     using detail::at;
     using OfColumns = detail::Bundle<std::index_sequence<kL...>, typename Reader<Ls>::OfColumns...>;
     using OfRow = detail::Bundle<std::index_sequence<kL...>, typename Reader<Ls>::OfRow...>;
@@ -520,18 +617,32 @@ struct Epilogue {
     auto const row_at = [&](int local) {
       int const m = first_m + local;
       detail::Row row{m, m < int(g.m), 0, -1};
-      if constexpr (kTables) row.position = positions[local];
+      if constexpr (kTables) row.position = int(as_word(rows[local]));
       if constexpr (kSelect < Sinks::size) {
         if (row.inside) row.selected = detail::column_between(g.sinks[kSelect].second, m, 0, g.sinks[kSelect].columns);
       }
       return row;
     };
     auto const fetch = [&](detail::Row const& row) {
-      OfRow result;
-      ((at<kL>(result) = Reader<Ls>::row(at<kL>(of_columns), g.loads[kL], place, row)), ...);
+      OfRow result = {};
+      auto const one = [&](auto load, auto index) {
+        constexpr std::size_t kIndex = decltype(index)::value;
+        if constexpr (!detail::kIsCopied<decltype(load)>) at<kIndex>(result) = Reader<decltype(load)>::row(at<kIndex>(of_columns), g.loads[kIndex], place, row);
+      };
+      (one(Ls{}, std::integral_constant<std::size_t, kL>{}), ...);
       return result;
     };
+    auto const take = [&](OfRow& result, int slot, int local) {
+      auto const one = [&](auto load, auto index) {
+        using Load = decltype(load);
+        constexpr std::size_t kIndex = decltype(index)::value;
+        if constexpr (detail::kIsTile<Load>) at<kIndex>(result) = Reader<Load>::arrived(g.loads[kIndex], chunk(shared, slot, int(kIndex)));
+        if constexpr (detail::kIsColVector<Load>) at<kIndex>(result) = Reader<Load>::arrived(g.loads[kIndex], rows + vector_begin(int(kIndex)) + local);
+      };
+      (one(Ls{}, std::integral_constant<std::size_t, kL>{}), ...);
+    };
 
+    int slot = 0;
 #pragma unroll 1
     for (int b = 0; b < Config::kWarpsM; ++b) {
       detail::Row row = row_at(b * Config::kWarpM + own_row);
@@ -543,6 +654,9 @@ struct Epilogue {
         detail::Row const next_row = row_at(pass + 1 < kPasses ? b * Config::kWarpM + own_row + (pass + 1) * kRowsAtOnce : own_row);
         OfRow next = {};
         if (pass + 1 < kPasses) next = fetch(next_row);
+        // Of those asked for in the epilogue all but the last kSlots - 1 have arrived.
+        if constexpr (kTiles > 0) wait_copies<kSlots - 1>();
+        take(of_row, slot, b * Config::kWarpM + own_row + pass * kRowsAtOnce);
 
         float values[kColumns * kVector], out[kOutputs][kVector];
 #pragma unroll
@@ -590,11 +704,19 @@ struct Epilogue {
             for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
           }
         }
-        (Writer<Ss>::store(g.sinks[kS], place, row, out + slot_of(int(kS)), sums[kSumOf[kS]], tile_n), ...);
+        // Sums of rows first: under the exchange between lanes others are packed and stored.
+        ((std::is_same_v<Ss, RowPartial> ? Writer<Ss>::store(g.sinks[kS], place, row, out + slot_of(int(kS)), sums[kSumOf[kS]], tile_n) : void()), ...);
+        ((std::is_same_v<Ss, RowPartial> ? void() : Writer<Ss>::store(g.sinks[kS], place, row, out + slot_of(int(kS)), sums[kSumOf[kS]], tile_n)), ...);
+        if constexpr (kTiles > 0) {
+          ask_pass(g, place, first_m, shared, b * kPasses + pass + kSlots, slot, List<Ls...>{}, std::index_sequence<kL...>{});
+          commit_copies();
+          slot = slot + 1 == kSlots ? 0 : slot + 1;
+        }
         row = next_row, of_row = next;
       }
       barrier();
     }
+    if constexpr (kTiles > 0) wait_copies<0>();  // of nothing: passes that do not exist were asked for too
     ((std::is_same_v<Ss, ColPartial> ? finish_columns(g.sinks[kS], g, first_m, first_n, sums[kSumOf[kS]], band) : void()), ...);
   }
 

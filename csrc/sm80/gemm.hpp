@@ -1,8 +1,8 @@
 // One SM80 kernel: a program, a tile configuration, an operand layout, an element type; and its launch. It runs on compute capability 8.0 and everything
 // newer; on Hopper for tests (CODA_FORCE_ARCH=sm80) and for what no SM90 kernel can take.
 //
-// There is no split along K yet: a product with few tiles and a long K leaves multiprocessors idle. It would be this kernel twice, over a workspace of
-// accumulators: blocks for parts of K that end after the mainloop, then blocks that add the parts in their order and go on with the epilogue.
+// A product with few tiles and a long K would leave multiprocessors idle. Where the manifest says so there is code to split it along K: two launches, with
+// the accumulators of the parts in memory between them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,30 +15,52 @@ namespace coda::sm80 {
 template <class Block>
 __global__ void __launch_bounds__(Block::Config::kThreads, Block::Config::kBlocks) kernel(GemmArguments const g, Grid const grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Block::run(g, tile_of(grid, int(blockIdx.x)), shared);
+  Block(g, tile_of(grid, int(blockIdx.x)), shared).run();
+}
+
+template <class Block>
+__global__ void __launch_bounds__(Block::Config::kThreads, Block::Config::kBlocks) part_kernel(GemmArguments const g, Grid const grid) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  int const tiles = grid.tiles_m * grid.tiles_n, part = int(blockIdx.x) / tiles, number = int(blockIdx.x) - part * tiles;
+  Block(g, tile_of(grid, number), shared).run_part(part, number, tiles);
+}
+
+template <class Block>
+__global__ void __launch_bounds__(Block::Config::kThreads, Block::Config::kBlocks) add_kernel(GemmArguments const g, Grid const grid) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  Block(g, tile_of(grid, int(blockIdx.x)), shared).add_parts(int(blockIdx.x), grid.tiles_m * grid.tiles_n);
 }
 
 template <class Program, class Config, class Element, Layout kLayout, int kBand, int kRaster>
-struct Gemm : Block<Program, Config, Element, kLayout> {
+struct Gemm {
   using Block = sm80::Block<Program, Config, Element, kLayout>;
 
   static LaunchStatus launch(GemmArguments const& g) {
     if (!whole_vectors(g, typename Program::Sinks{})) return {"launch", "a tensor with fewer columns must have a multiple of 8 of them"};
     Grid grid;
     std::int64_t const tiles_m = (g.m + Config::kTileM - 1) / Config::kTileM, tiles_n = (g.n + Config::kTileN - 1) / Config::kTileN;
-    if (tiles_m * tiles_n > std::int64_t(1) << 30) return {"launch", "the product has more tiles than a grid"};
+    if (tiles_m * tiles_n * g.splits > std::int64_t(1) << 30) return {"launch", "the product has more tiles than a grid"};
     grid.tiles_m = int(tiles_m), grid.tiles_n = int(tiles_n);
     grid.along_m = (g.raster > 0 ? g.raster : kRaster) == 1;
     int const across = grid.along_m ? grid.tiles_n : grid.tiles_m, band = g.swizzle > 0 ? g.swizzle : kBand;
     grid.band = band < across ? band : across;
-    if (cudaError_t e = cudaFuncSetAttribute(kernel<Block>, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kSharedMemory); e != cudaSuccess)
-      return {"cudaFuncSetAttribute", cudaGetErrorString(e)};
-    kernel<Block><<<unsigned(tiles_m * tiles_n), Config::kThreads, Block::kSharedMemory, static_cast<cudaStream_t>(g.stream)>>>(g, grid);
-    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return {"launch", cudaGetErrorString(e)};
-    return {};
+    if (g.splits == 1) return launch(kernel<Block>, tiles_m * tiles_n, g, grid);
+    if constexpr (Config::kSplits) {
+      if (count_parts(g.k, g.splits, Config::kTileK) != g.splits) return {"launch", "K has fewer tiles than it is to have parts"};
+      if (LaunchStatus const status = launch(part_kernel<Block>, tiles_m * tiles_n * g.splits, g, grid); !status.ok()) return status;
+      return launch(add_kernel<Block>, tiles_m * tiles_n, g, grid);
+    }
+    return {"launch", "this kernel does not split K"};
   }
 
  private:
+  static LaunchStatus launch(void (*function)(GemmArguments, Grid), std::int64_t blocks, GemmArguments const& g, Grid const& grid) {
+    if (cudaError_t e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kSharedMemory); e != cudaSuccess)
+      return {"cudaFuncSetAttribute", cudaGetErrorString(e)};
+    function<<<unsigned(blocks), Config::kThreads, Block::kSharedMemory, static_cast<cudaStream_t>(g.stream)>>>(g, grid);
+    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return {"launch", cudaGetErrorString(e)};
+    return {};
+  }
   template <class... Ss>
   static bool whole_vectors(GemmArguments const& g, List<Ss...>) {
     int i = 0;
@@ -50,8 +72,9 @@ struct Gemm : Block<Program, Config, Element, kLayout> {
 template <class G, class Program, class Config>
 constexpr KernelInfo describe(char const* key, char const* program, char const* layout, char const* dtype, double rate, int min_k) {
   constexpr bool kHeads = kPairingOf<Program> == Pairing::kHeadHalves;
-  return {key, program, "sm80", layout, dtype, Config::kTileM, Config::kTileN, Config::kTileK, 1, 1, Config::kStages, G::kSharedMemory, Config::kThreads,
-          kPairingOf<Program> == Pairing::kHalves ? 2 : 1, 0, kHeads ? Config::kTileN : 0, kHasHeadMean<Program>, Config::kTileM, 8, rate, min_k, &G::launch};
+  return {key, program, "sm80", layout, dtype, Config::kTileM, Config::kTileN, Config::kTileK, 1, 1, Config::kStages, G::Block::kSharedMemory, Config::kThreads,
+          kPairingOf<Program> == Pairing::kHalves ? 2 : 1, 0, kHeads ? Config::kTileN : 0, kHasHeadMean<Program>, Config::kTileM, 8, rate, min_k, &G::launch,
+          Config::kSplits};
 }
 
 }  // namespace coda::sm80

@@ -1,4 +1,6 @@
 // acc = A B^T of one tile: cp.async through a ring of stages in shared memory, ldmatrix, mma.m16n8k16. Whatever lies outside of the matrices arrives as zeros.
+//
+// While the last tiles along K are multiplied, the stages of those before have nothing more to receive: the epilogue's own loads begin then, in their place.
 #pragma once
 
 #include "coda/params.h"
@@ -27,24 +29,24 @@ struct Operand {
   unsigned inside;             // K-major: a bit for each chunk. Otherwise all or none
   int to;
 
-  // Rows `first` and following of an [extent, k] matrix.
-  CODA_D Operand(Resource const& r, int first, int extent, int k) {
+  // Rows `first` and following, columns `first_k` to `end_k` - 1, of a matrix of `extent` rows.
+  CODA_D Operand(Resource const& r, int first, int extent, int first_k, int end_k) {
     int const chunk = thread_index() % kChunks, line = thread_index() / kChunks;
     to = chunk_offset<kLine>(line, chunk);
     if constexpr (kMajorK) {
       int const row = kPaired ? first / 2 + line / 16 * 8 + line % 8 : first + line, rows = kPaired ? extent / 2 : extent;
       constexpr int kStep = kPaired ? kLinesAtOnce / 2 : kLinesAtOnce;
       std::int64_t const half = kPaired && line / 8 % 2 == 1 ? r.pair_stride : 0;
-      from = static_cast<char const*>(r.data) + 2 * (half + row * r.ld + 8 * chunk);
+      from = static_cast<char const*>(r.data) + 2 * (half + row * r.ld + first_k + 8 * chunk);
       step = 2 * kStep * r.ld, advance = 2 * kTileK;
-      left = k - 8 * chunk;
+      left = end_k - first_k - 8 * chunk;
       inside = 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) inside |= unsigned(row + i * kStep < rows) << i;
     } else {
-      from = static_cast<char const*>(r.data) + 2 * (line * r.ld + first + 8 * chunk);
+      from = static_cast<char const*>(r.data) + 2 * ((first_k + line) * r.ld + first + 8 * chunk);
       step = 2 * kLinesAtOnce * r.ld, advance = 2 * kTileK * r.ld;
-      left = k - line;
+      left = end_k - first_k - line;
       inside = first + 8 * chunk < extent;
     }
   }
@@ -84,16 +86,22 @@ struct Mainloop {
   using B = Operand<Config::kTileN, Config::kTileK, Config::kThreads, kLayout == Layout::kTN, kPaired>;
   static constexpr int kBlocksM = Config::kWarpM / 16, kBlocksN = Config::kWarpN / 16;
   static constexpr int kSteps = Config::kTileK / 16, kStages = Config::kStages;
-  static constexpr int kStageBytes = A::kBytes + B::kBytes, kSharedBytes = kStages * kStageBytes;
+  static constexpr int kStageBytes = Config::kStageBytes, kSharedBytes = kStages * kStageBytes;
   static_assert(kSteps % 2 == 0, "two sets of fragments take turns");
 
   using Accumulators = float[kBlocksM][2 * kBlocksN][4];
 
-  // Leaves shared memory free for others.
-  CODA_D static void run(Accumulators& acc, GemmArguments const& g, int first_m, int first_n, int warp_m, int warp_n, unsigned char* shared) {
-    int const lane = thread_index() % 32, tiles = (int(g.k) + Config::kTileK - 1) / Config::kTileK;
-    A a(g.a, first_m, int(g.m), int(g.k));
-    B b(g.b, first_n, int(g.n), int(g.k));
+  // Products of columns k.first to k.end - 1, at least one. The last tile along K lies in stage `last`. ask(part), for parts 0 to kStages - 2, asks for what the epilogue reads first, and may use the stages from
+  // last + 1 to last + 1 + part for it. All of it has arrived at the end, and all stages are free for others.
+  struct Range {
+    int first, end;
+  };
+  template <class Ask>
+  CODA_D static void run(Accumulators& acc, GemmArguments const& g, Range k, int first_m, int first_n, int warp_m, int warp_n, unsigned char* shared,
+                         int last, Ask ask) {
+    int const lane = thread_index() % 32, tiles = (k.end - k.first + Config::kTileK - 1) / Config::kTileK;
+    A a(g.a, first_m, int(g.m), k.first, k.end);
+    B b(g.b, first_n, int(g.n), k.first, k.end);
     Fragments<A, Config::kWarpM, true> const from_a(warp_m, lane);
     Fragments<B, Config::kWarpN, false> const from_b(warp_n, lane);
     SharedAddress const ring = shared_address(shared);
@@ -105,11 +113,20 @@ struct Mainloop {
 #pragma unroll
         for (int v = 0; v < 4; ++v) acc[i][j][v] = 0;
 
-#pragma unroll
-    for (int s = 0; s < kStages - 1; ++s) {
-      if (s < tiles) a.copy(ring + s * kStageBytes), b.copy(ring + s * kStageBytes + A::kBytes);
+    int const first = (last + kStages - (tiles - 1) % kStages) % kStages;
+    int write = first;
+    auto const next = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
+    auto const copy = [&](int tile) {  // one group of copies
+      if (tile < tiles) {
+        a.copy(ring + write * kStageBytes), b.copy(ring + write * kStageBytes + A::kBytes);
+      } else {
+        ask(tile - tiles);
+      }
       commit_copies();
-    }
+      write = next(write);
+    };
+#pragma unroll 1
+    for (int s = 0; s < kStages - 1; ++s) copy(s);
     wait_copies<kStages - 2>();
     barrier();
 
@@ -121,8 +138,8 @@ struct Mainloop {
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) from_b.load(right[set][j], at + A::kBytes, j, step);
     };
-    load(0, 0, 0);
-    int read = 0, write = kStages - 1;
+    load(0, first, 0);
+    int read = first;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
@@ -132,14 +149,10 @@ struct Mainloop {
           // old one, whose fragments no one uses.
           wait_copies<kStages - 2>();
           barrier();
-          read = read + 1 == kStages ? 0 : read + 1;
+          read = next(read);
         }
         load((step + 1) % 2, read, (step + 1) % kSteps);
-        if (step == 0) {
-          if (tile + kStages - 1 < tiles) a.copy(ring + write * kStageBytes), b.copy(ring + write * kStageBytes + A::kBytes);
-          commit_copies();
-          write = write + 1 == kStages ? 0 : write + 1;
-        }
+        if (step == 0) copy(tile + kStages - 1);
 #pragma unroll
         for (int i = 0; i < kBlocksM; ++i)
 #pragma unroll

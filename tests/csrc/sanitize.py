@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from coda import _C
 from coda._extension import force_kernel
 from tests.csrc.test_kernels import KERNELS, run
 
@@ -46,9 +47,12 @@ def main(part=""):
             print(key, end="", flush=True)  # before it runs: so that the last line is about what went wrong, or took too long
             begin = time.monotonic()
             for m, n, k in ((8 if kernel["layout"] == "nt" else 1, 8, 8), (136, 264, 72)):
-                with force_kernel(key):
-                    for _ in run(kernel, m, n, k, 0):
-                        pass
+                for splits in (0, 2) if kernel["splits"] else (0,):
+                    _C.force_schedule(0, 0, splits)
+                    with force_kernel(key):
+                        for _ in run(kernel, m, n, k, 0):
+                            pass
+                _C.force_schedule(0, 0)
             torch.cuda.synchronize()
             print(f": {time.monotonic() - begin:.1f} s", flush=True)
     for m, d in ((3, 40), (130, 264)):

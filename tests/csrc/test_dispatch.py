@@ -20,7 +20,8 @@ KernelInfo const plain{"plain", "d", "sm90", "nn", "bf16", 128, 128, 64, 1, 1, 5
 KernelInfo const heads{"heads", "h", "sm90", "tn", "bf16", 128, 128, 64, 1, 1, 5, 0, 0, 1, 64, 0, true, 16, 8, 1.0, 0, nullptr};
 KernelInfo const ampere{"ampere", "p", "sm80", "tn", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 0, false, 128, 8, 1.0, 0, nullptr};
 KernelInfo const any{"any", "h", "sm80", "tn", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 128, true, 128, 8, 1.0, 0, nullptr};
-KernelInfo const* const table[] = {&large, &small, &deep, &plain, &heads, &ampere, &any};
+KernelInfo const parts{"parts", "s", "sm80", "nt", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 0, false, 128, 8, 1.0, 0, nullptr, true};
+KernelInfo const* const table[] = {&large, &small, &deep, &plain, &heads, &ampere, &any, &parts};
 CodeInfo const code[] = {{"sm90", 90, false}, {"sm80", 80, false}, {"sm80", 86, false}, {"sm80", 80, true}};
 int main(int count, char** argv) {
   if (count == 6) {
@@ -33,11 +34,12 @@ int main(int count, char** argv) {
   g.a.ld = g.b.ld = 8192;
   g.rotation.rotary_dim = std::atoll(argv[6]), g.rotation.head_dim = std::atoll(argv[7]);
   int const capability = std::atoi(argv[8]), first = std::atoi(argv[9]);
-  KernelTable const all{table, 7, code + first, std::atoi(argv[10])};
+  KernelTable const all{table, 8, code + first, std::atoi(argv[10])};
   std::string const why = why_no_archs(all, capability, argv[11]);
   char const* reason = nullptr;
   KernelInfo const* k = select_kernel(all, archs_for(all, capability, argv[11]), argv[1], argv[2], "bf16", g, 132, &reason);
-  std::puts(!why.empty() ? why.c_str() : k == nullptr ? reason : k->key);
+  std::printf("%s", !why.empty() ? why.c_str() : k == nullptr ? reason : k->key);
+  if (int const splits = k == nullptr ? 1 : best_splits(*k, g.m, g.n, g.k, 132); splits > 1) std::printf(" in %d parts", splits);
 }
 """
 BUILDS = {"all": (0, 4), "9.0": (0, 1), "8.0": (1, 1), "8.6": (2, 1), "8.0;8.6": (1, 2), "PTX": (3, 1)}  # slices of `code`
@@ -92,6 +94,14 @@ def test_phantom_tiles_count(select):
 def test_a_configuration_for_long_products(select):
     assert select("d", "nn", 16384, 8192, 2048) == "plain"
     assert select("d", "nn", 16384, 8192, 3072) == select("d", "nn", 16384, 14336, 4096) == "deep"
+
+
+def test_few_tiles_and_a_long_k_are_split(select):
+    assert select("s", "nt", 1024, 1024, 16384) == "parts in 2 parts"
+    assert select("s", "nt", 128, 256, 65536) == "parts in 16 parts"
+    assert select("s", "nt", 128, 128, 64) == select("s", "nt", 1024, 1024, 512) == "parts"  # adding takes longer
+    assert select("s", "nt", 4096, 4096, 65536) == "parts"  # the device is full
+    assert select("p", "tn", 128, 128, 65536) == "small"  # it cannot split
 
 
 def test_whole_heads(select):

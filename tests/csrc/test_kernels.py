@@ -10,6 +10,7 @@ import torch
 
 import coda
 from build_support.settings import manifest
+from coda import _C
 from coda._extension import force_kernel
 from tests.ops.cases import ACTIVATIONS, GATES, rotate
 
@@ -420,6 +421,30 @@ def test_short_k_repeats(key, k, poisoned_memory):
     with force_kernel(key):
         for _ in run(KERNELS[key], 2048, 2048, k, 50):
             assert key in coda.backend_of_last_call()
+
+
+@on_gpu
+@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize("key", [key for key, kernel in KERNELS.items() if kernel["splits"]])
+def test_split_k(key, splits, poisoned_memory):
+    torch.manual_seed(0)
+    _C.force_schedule(0, 0, splits)
+    try:
+        with force_kernel(key):
+            for m, n, k in ((264, 392, 4104), (8, 8, 40), (1024, 1024, 16384)):
+                for _ in run(KERNELS[key], m, n, k, 20):
+                    assert f"{key} in " in coda.backend_of_last_call()
+    finally:
+        _C.force_schedule(0, 0)
+
+
+@on_gpu
+def test_dispatch_splits_k(poisoned_memory):
+    arch, _ = _C.arch_for(*torch.cuda.get_device_capability())
+    for m, n, k, parts in ((512, 512, 16384, arch == "sm80"), (4096, 4096, 2048, False)):
+        kernel = next(kernel for kernel in KERNELS.values() if (kernel["program"], kernel["layout"], kernel["arch"]) == ("plain", "nt", arch))
+        for _ in run(kernel, m, n, k, 1):
+            assert (" parts" in coda.backend_of_last_call()) == parts
 
 
 @on_gpu

@@ -66,6 +66,7 @@ struct Shape {
   int m, n, k;
   int head_dim = 0, rotary_dim = 0;
   int lacking = 0;  // of the loss: how many of the columns are there for alignment alone
+  int splits = 1;
   int variant = 0;  // which resources are absent, fp32, not aligned
   int columns() const { return n - lacking; }
 };
@@ -281,7 +282,7 @@ template <class Program, class Config, Layout kLayout, class... Ls, class... Ss,
 void check(std::string const& name, Shape const& s, List<Ls...>, List<Ss...>, std::index_sequence<kL...>, std::index_sequence<kS...>) {
   using Block = sm80::Block<Program, Config, bf16, kLayout>;
   std::string const what = name + " " + std::to_string(s.m) + " " + std::to_string(s.n) + " " + std::to_string(s.k) + " rotary " +
-                           std::to_string(s.rotary_dim) + " of " + std::to_string(s.head_dim) + " variant " + std::to_string(s.variant);
+                           std::to_string(s.rotary_dim) + " of " + std::to_string(s.head_dim) + " splits " + std::to_string(s.splits) + " variant " + std::to_string(s.variant);
   Memory memory;
   GemmArguments g;
   g.m = s.m, g.n = s.n, g.k = s.k;
@@ -322,13 +323,22 @@ void check(std::string const& name, Shape const& s, List<Ls...>, List<Ss...>, st
 
   sm80::Grid grid{(s.m + Config::kTileM - 1) / Config::kTileM, (s.n + Config::kTileN - 1) / Config::kTileN, 2, s.variant % 2 == 0};
   grid.band = std::min(grid.band, grid.along_m ? grid.tiles_n : grid.tiles_m);
-  std::vector<int> seen(std::size_t(grid.tiles_m * grid.tiles_n));
-  for (int i = 0; i < grid.tiles_m * grid.tiles_n; ++i) {
+  int const tiles = grid.tiles_m * grid.tiles_n;
+  std::vector<int> seen(static_cast<std::size_t>(tiles));
+  g.splits = int(count_parts(s.k, s.splits, Config::kTileK));
+  if (g.splits > 1) g.parts = memory.add_float(std::size_t(g.splits * tiles * Config::kTileM * Config::kTileN), Maker::poison);
+  for (int i = 0; i < tiles; ++i) {
     auto const tile = sm80::tile_of(grid, i);
     ++seen[std::size_t(tile.m * grid.tiles_n + tile.n)];
     Aligned<float> shared(Block::kSharedMemory / 4, std::numeric_limits<float>::quiet_NaN());
     auto* bytes = reinterpret_cast<unsigned char*>(shared.data);
-    sm80::emulation::run_block(Config::kThreads, [&] { Block::run(g, tile, bytes); });
+    if (g.splits == 1) {
+      sm80::emulation::run_block(Config::kThreads, [&] { Block(g, tile, bytes).run(); });
+      continue;
+    }
+    for (int part = 0; part < g.splits; ++part)
+      sm80::emulation::run_block(Config::kThreads, [&] { Block(g, tile, bytes).run_part(part, i, tiles); });
+    sm80::emulation::run_block(Config::kThreads, [&] { Block(g, tile, bytes).add_parts(i, tiles); });
   }
   for (int count : seen)
     if (count != 1) report(what, "tile seen", 0, 0, count, 1);
@@ -356,10 +366,11 @@ using Small = sm80::Config<64, 128, 32, 2, 2, 4, 3>;
 template <class Config>
 void all(std::string const& config, bool everything) {
   auto const name = [&](char const* program) { return config + " " + program; };
-  std::vector<Shape> const few = {{136, 264, 72}}, heads = {{130, 192, 40, 64, 64}, {130, 384, 8, 128, 32}, {30, 384, 40, 128, 128}, {64, 160, 8, 32, 16}};
+  std::vector<Shape> const few = {{136, 264, 72}, {130, 136, 8}, {70, 8, 264}}, heads = {{130, 192, 40, 64, 64}, {130, 384, 8, 128, 32}, {30, 384, 40, 128, 128}, {64, 160, 8, 32, 16}};
   check<Plain, Config, Layout::kTN>(name("plain tn"), {{136, 264, 72}, {1, 8, 8}, {129, 136, 200}});
   check<RstdGluPreactivation<Silu>, Config, Layout::kTN>(name("rstd_swiglu_preactivation"), {{136, 272, 72}});
   check<DActLayer, Config, Layout::kNN>(name("dact_layer"), few);
+  check<NormBackward, Config, Layout::kNN>(name("norm_backward"), few);
   check<RstdRope<Pairing::kHeadHalves>, Config, Layout::kTN>(name("rstd_rope"), {heads[0], heads[1]});
   check<RstdQkNormRope, Config, Layout::kTN>(name("rstd_qknorm_rope"), {heads[0]});
   std::vector<Shape> const classes = {{136, 264, 72, 0, 0, 3}, {1, 8, 8}, {30, 552, 40, 0, 0, 7}, {16, 320, 72}};
@@ -370,6 +381,10 @@ void all(std::string const& config, bool everything) {
   check<LseSelectLogits, Config, Layout::kTN>(name("lse_select_logits"), classes);
   check<Plain, Config, Layout::kNN>(name("plain nn"), {{136, 264, 72}, {1, 8, 8}});
   check<Plain, Config, Layout::kNT>(name("plain nt"), {{136, 264, 72}, {8, 8, 8}});
+  check<Plain, Config, Layout::kTN>(name("plain tn, split K"), {{136, 264, 200, 0, 0, 0, 3}, {8, 136, 64, 0, 0, 0, 5}});
+  check<Plain, Config, Layout::kNN>(name("plain nn, split K"), {{136, 264, 200, 0, 0, 0, 2}});
+  check<Plain, Config, Layout::kNT>(name("plain nt, split K"), {{136, 264, 200, 0, 0, 0, 7}});
+  check<NormBackward, Config, Layout::kNN>(name("norm_backward, split K"), {{136, 264, 200, 0, 0, 0, 3}});
   check<PlainResidual, Config, Layout::kTN>(name("plain_residual"), few);
   check<RstdGlu<Gelu>, Config, Layout::kTN>(name("rstd_geglu"), {{136, 272, 72}});
   check<DGlu<Silu>, Config, Layout::kNN>(name("dswiglu"), few);
@@ -378,7 +393,6 @@ void all(std::string const& config, bool everything) {
   check<RstdLinear, Config, Layout::kTN>(name("rstd"), few);
   check<ResidualSqsum, Config, Layout::kTN>(name("residual_sqsum"), few);
   check<ResidualMoments, Config, Layout::kTN>(name("residual_moments"), few);
-  check<NormBackward, Config, Layout::kNN>(name("norm_backward"), few);
   check<LayerNormBackward, Config, Layout::kNN>(name("layer_norm_backward"), few);
   check<RstdRope<Pairing::kHeadHalves>, Config, Layout::kTN>(name("rstd_rope of other heads"), {heads[2], heads[3]});
   check<RstdRope<Pairing::kAdjacent>, Config, Layout::kTN>(name("rstd_rope_adjacent"), {heads[0], heads[1], {30, 120, 8, 24, 24}, {30, 264, 8, 24, 20}});

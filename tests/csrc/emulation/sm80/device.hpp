@@ -72,6 +72,7 @@ struct Meeting {
 };
 struct Copy {
   unsigned char* to;
+  std::size_t bytes;
   unsigned char value[16];
 };
 struct Fiber {
@@ -162,14 +163,16 @@ inline void barrier() { emulation::meet(emulation::block); }
 inline SharedAddress shared_address(void const* p) { return static_cast<unsigned char*>(const_cast<void*>(p)); }
 
 inline void deliver(std::vector<emulation::Copy> const& copies) {
-  for (auto const& copy : copies) std::memcpy(copy.to, copy.value, 16);
+  for (auto const& copy : copies) std::memcpy(copy.to, copy.value, copy.bytes);
 }
-inline void copy_async(SharedAddress to, void const* from, bool valid) {
-  if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0 || (valid && reinterpret_cast<std::uintptr_t>(from) % 16 != 0)) emulation::fail("a copy is not aligned");
-  emulation::Copy copy{to, {}};
-  if (valid) std::memcpy(copy.value, from, 16);
+inline void copy_async(SharedAddress to, void const* from, bool valid, std::size_t bytes) {
+  if (reinterpret_cast<std::uintptr_t>(to) % bytes != 0 || (valid && reinterpret_cast<std::uintptr_t>(from) % bytes != 0)) emulation::fail("a copy is not aligned");
+  emulation::Copy copy{to, bytes, {}};
+  if (valid) std::memcpy(copy.value, from, bytes);
   emulation::fibers[std::size_t(emulation::current)].copies.push_back(copy);
 }
+inline void copy_async(SharedAddress to, void const* from, bool valid) { copy_async(to, from, valid, 16); }
+inline void copy_async(float* to, void const* from, bool valid) { copy_async(shared_address(to), from, valid, 4); }
 inline void commit_copies() {
   auto& fiber = emulation::fibers[std::size_t(emulation::current)];
   if (!emulation::late_copies) deliver(fiber.copies), fiber.copies.clear();
@@ -248,7 +251,13 @@ void copy_aligned(To* to, From const* from, std::size_t bytes, void const* memor
 inline float load_one(float const* from) { return *from; }
 inline std::int64_t load_one(std::int64_t const* from) { return *from; }
 inline void load_16_bytes(std::uint32_t (&r)[4], void const* from) { copy_aligned(r, static_cast<unsigned char const*>(from), 16, from); }
-inline void store_16_bytes(void* to, std::uint32_t const (&r)[4]) { copy_aligned(static_cast<unsigned char*>(to), r, 16, to); }
+inline void store_16_bytes(void* to, std::uint32_t const (&r)[4], bool valid) {
+  if (valid) copy_aligned(static_cast<unsigned char*>(to), r, 16, to);
+}
+inline void store_one(float* to, float value, bool valid) {
+  if (valid) *to = value;
+}
+inline void load_shared_16_bytes(std::uint32_t (&r)[4], void const* from) { load_16_bytes(r, from); }
 inline void load_four(float* to, float const* from) { copy_aligned(to, from, 16, from); }
 inline void store_four(float* to, float const* from) { copy_aligned(to, from, 16, to); }
 inline void store_two(float* to, float a, float b) {
