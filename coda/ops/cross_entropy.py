@@ -312,22 +312,9 @@ class _LogitGradient(NamedTuple):
 
 def _gradient_of_kept(logits, incoming, lse, target, factors, rstd, bias, options, want_dbias, want_dot) -> _LogitGradient:
     """From logits as they were kept, with the gradient that arrives at them. target: column numbers, those of other columns too."""
-    wide = logits.to(lse.dtype)
-    z = wide if options.softcap is None else (wide / options.softcap).tanh_().mul_(options.softcap)
-    gradient = (z - lse.unsqueeze(1)).exp_().mul_(factors[0].unsqueeze(1)).sub_(factors[1].unsqueeze(1))
-    here = (target >= 0) & (target < logits.shape[1])
-    gradient.scatter_add_(1, target.masked_fill(~here, 0).unsqueeze(1), -factors[2].masked_fill(~here, 0).unsqueeze(1))
-    if options.softcap is not None:
-        gradient.mul_(1 - (z / options.softcap).square_())
-    if incoming is not None:
-        gradient.add_(incoming)
-    dbias = gradient.sum(0) if want_dbias else None
-    dot = None
-    if want_dot:
-        # A column that the bias takes away has no gradient.
-        y = wide if bias is None else (wide - bias).masked_fill_(bias.isinf(), 0)
-        dot = (gradient * y).sum(1)
-    return _LogitGradient((gradient if rstd is None else gradient.mul_(rstd.unsqueeze(1))).to(logits.dtype), dot, dbias)
+    arguments = logits, incoming, target, lse, factors, rstd, bias, options.softcap or 0.0, want_dbias, want_dot
+    dz, dot, dbias = torch.ops.coda.logit_gradient(*arguments)
+    return _LogitGradient(dz[:, : logits.shape[1]], dot if want_dot else None, dbias if want_dbias else None)
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
@@ -616,6 +603,12 @@ def _(stored, references, statistics, factors, target, rstd, classes, softcap, w
     return statistics.new_empty((classes,) if want_dbias else (0,))
 
 
+@fake("coda::logit_gradient")
+def _(logits, incoming, target, lse, factors, rstd, bias, softcap, want_dbias, want_dot):
+    m, v = logits.shape
+    return logits.new_empty((m, (v + 7) // 8 * 8)), lse.new_empty((m,) if want_dot else (0,)), lse.new_empty((v,) if want_dbias else (0,))
+
+
 @fake("coda::scale_")
 def _(t, factor):
     return None
@@ -632,5 +625,5 @@ def _(h, rstd, weight, bias, target, lse, factors, softcap, want_dbias):
     return h.new_empty((m, (v + 7) // 8 * 8)), lse.new_empty((m,)), lse.new_empty((v,) if want_dbias else (0,))
 
 
-for _op in ("lse_select", "dlogits"):
+for _op in ("lse_select", "dlogits", "logit_gradient"):
     no_second_derivative(f"coda::{_op}", "coda.linear_cross_entropy")

@@ -358,6 +358,12 @@ at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& refe
   return function(stored, references, statistics, factors, target, rstd, classes, cap, want_dbias);
 }
 
+LogitGradient logit_gradient(KeptLogits const& kept, at::Tensor const& lse, at::Tensor const& factors) {
+  if (kept.logits.is_cpu()) note("cpu", "");
+  auto* const function = kept.logits.is_cpu() || use_eager(kept.logits) ? eager::logit_gradient : cuda::logit_gradient;
+  return function(kept, lse, factors);
+}
+
 void scale(at::Tensor out, at::Tensor const& t, at::Tensor const& factor) {
   if (t.is_cpu()) note("cpu", "");
   if (t.is_cpu() || use_eager(out) || !t.is_contiguous()) {

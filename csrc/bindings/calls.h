@@ -108,6 +108,16 @@ struct LseCall {
   std::int64_t rows;  // of logits that may be held at a time, beyond those that are stored
 };
 
+// Logits that were kept, some columns of them, and the gradient that arrives at them.
+struct KeptLogits {
+  at::Tensor logits;      // [M, V], rows of any distance
+  OptionalTensor incoming;
+  at::Tensor target;      // int64 [M]; other columns' numbers do not count
+  OptionalTensor rstd, bias;
+  double cap;
+  bool want_dbias, want_dot;
+};
+
 // From factors [3, M]: by_softmax, by_all and by_target of programs/loss.hpp.
 struct LogitGradient {
   at::Tensor dz;       // [M, round_up(V, 8)] in the dtype of the operands, of which the last columns mean nothing
@@ -169,6 +179,8 @@ struct LogitGradient {
                                   double cap, bool want_dbias);                                                                            \
   /* The same with the logits formed again */                                                                                              \
   LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor const& factors, bool want_dbias);                           \
+  /* The same from logits that were kept; row_dot is undefined if not wanted */                                                            \
+  LogitGradient logit_gradient(KeptLogits const& kept, at::Tensor const& lse, at::Tensor const& factors);                                  \
   /* h (undefined without a weight) and rstd */                                                                                            \
   std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps);
 
@@ -212,6 +224,7 @@ void scale(at::Tensor const& out, at::Tensor const& t, at::Tensor const& factor)
 void softmax_statistics(at::Tensor const& partials, at::Tensor const& statistics);
 at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& references, at::Tensor const& statistics, at::Tensor const& factors,
                                 at::Tensor const& target, OptionalTensor const& rstd, std::int64_t classes, double cap, bool want_dbias);
+LogitGradient logit_gradient(KeptLogits const& kept, at::Tensor const& lse, at::Tensor const& factors);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, LayerNorm const& norm, double eps, bool normalised);
 LayerVectors layer_vectors(at::Tensor const& w, LayerNorm const& norm, OptionalTensor const& bias);
 // (rstd, mean) of the partial sums of x^2 and x, and (correction, offset) of those of dy (y - v) and dy u.

@@ -61,6 +61,7 @@ at::Tensor exponential_gradient(at::Tensor const&, at::Tensor const&, at::Tensor
                                 std::int64_t, double, bool) {
   no_cuda();
 }
+LogitGradient logit_gradient(KeptLogits const&, at::Tensor const&, at::Tensor const&) { no_cuda(); }
 bool can_norm_heads(RopeArguments const&) { no_cuda(); }
 bool has_rope_kernel(char const*, RopeArguments const&, at::ScalarType) { no_cuda(); }
 #else
@@ -513,6 +514,31 @@ at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& refe
         "exponential_gradient");
   note(arch(), "exponential_gradient");
   return want_dbias ? sum_groups(partials, classes, at::kFloat) : at::Tensor();
+}
+
+LogitGradient logit_gradient(KeptLogits const& kept, at::Tensor const& lse_, at::Tensor const& factors_) {
+  auto const readable_rows = [](at::Tensor const& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); };
+  at::Tensor const logits = readable_rows(kept.logits), incoming = get(kept.incoming) ? readable_rows(*get(kept.incoming)) : at::Tensor();
+  at::Tensor const lse = lse_.contiguous(), factors = factors_.contiguous(), target = kept.target.contiguous();
+  at::Tensor const rstd = get(kept.rstd) ? get(kept.rstd)->contiguous() : at::Tensor(), bias = get(kept.bias) ? get(kept.bias)->contiguous() : at::Tensor();
+  std::int64_t const m = logits.size(0), n = logits.size(1);
+  LogitGradient result{at::empty({m, stored_columns(n)}, logits.options()), {}, {}};
+  if (m == 0) return {result.dz, at::zeros({0}, lse.options()), at::zeros({n}, lse.options())};
+  at::Tensor const sums = kept.want_dbias ? at::empty({ceil_div(m, reduce::kGradientRows), n}, lse.options()) : at::Tensor();
+  at::Tensor const dots = kept.want_dot ? at::empty({ceil_div(n, reduce::kGradientColumns), m}, lse.options()) : at::Tensor();
+  auto const floats = [](at::Tensor const& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
+  auto const written = [](at::Tensor const& t) { return t.defined() ? t.data_ptr<float>() : nullptr; };
+  check(reduce::kept_logit_gradient({reduce_type(logits.scalar_type()), m, n, logits.const_data_ptr(), logits.stride(0),
+                                incoming.defined() ? incoming.const_data_ptr() : nullptr, incoming.defined() ? incoming.stride(0) : 0, floats(lse),
+                                floats(factors), factors.stride(0), target.const_data_ptr<std::int64_t>(), floats(rstd),
+                                bias.defined() ? bias.const_data_ptr() : nullptr, float(kept.cap), result.dz.data_ptr(), result.dz.stride(0), written(sums),
+                                written(dots)},
+                               current_stream()),
+        "logit_gradient");
+  note(arch(), "logit_gradient");
+  if (kept.want_dbias) result.dbias = sum_groups(sums, n, at::kFloat);
+  if (kept.want_dot) result.row_dot = correction_from_partials(dots, m, std::nullopt, 1);
+  return result;
 }
 
 namespace {

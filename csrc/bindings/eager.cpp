@@ -326,6 +326,22 @@ LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor con
   return result;
 }
 
+LogitGradient logit_gradient(KeptLogits const& kept, at::Tensor const& lse, at::Tensor const& factors) {
+  at::Tensor const logits = kept.logits.to(lse.scalar_type()), t = kept.cap > 0 ? at::tanh(logits / kept.cap) : at::Tensor();
+  at::Tensor const z = t.defined() ? t * kept.cap : logits;
+  at::Tensor g = sloped(gradient_of_z(at::exp(z - column(lse)), factors, kept.target), t.defined() ? 1 - t.square() : t);
+  if (get(kept.incoming)) g = g + *get(kept.incoming);
+  LogitGradient result{at::empty({g.size(0), stored_columns(g.size(1))}, kept.logits.options()), {}, {}};
+  if (kept.want_dot) {
+    // A column that the bias takes away has no gradient.
+    at::Tensor const y = get(kept.bias) ? (logits - *get(kept.bias)).masked_fill_(get(kept.bias)->isinf(), 0) : logits;
+    result.row_dot = (g * y).sum(at::IntArrayRef{1});
+  }
+  if (kept.want_dbias) result.dbias = g.sum(at::IntArrayRef{0});
+  result.dz.narrow(1, 0, g.size(1)).copy_(scaled(g, kept.rstd));
+  return result;
+}
+
 std::tuple<at::Tensor, at::Tensor> row_stats(at::Tensor const& x, OptionalTensor const& weight, double eps) {
   at::Tensor const wide = x.to(statistics_type(x)), rstd = at::rsqrt(wide.square().mean(1) + eps);
   return {get(weight) ? (wide * *get(weight)).to(x.scalar_type()) : at::Tensor(), rstd};

@@ -560,6 +560,25 @@ Tensor exponential_gradient_op(Tensor stored, Tensor const& references, Tensor c
   return empty_like_missing(exponential_gradient(stored, references, statistics, factors, target, rstd, classes, softcap, want_dbias), statistics);
 }
 
+std::tuple<Tensor, Tensor, Tensor> logit_gradient_op(Tensor const& logits, OptionalTensor const& incoming, Tensor const& target, Tensor const& lse,
+                                                     Tensor const& factors, OptionalTensor const& rstd, OptionalTensor const& bias, double softcap,
+                                                     bool want_dbias, bool want_dot) {
+  check_floating("logits", logits);
+  check_dim("logits", logits, 2, "tokens, classes");
+  if (get(incoming)) {
+    check_like("incoming", *get(incoming), "logits", logits);
+    check_shape("incoming", *get(incoming), logits.sizes(), "the shape of logits");
+  }
+  check_target(target, logits);
+  check_statistics("lse", lse, logits, {logits.size(0)}, "one value a row");
+  check_statistics("factors", factors, logits, {3, logits.size(0)}, "by_softmax, by_all and by_target of each row");
+  check_rstd(rstd, logits, "logits");
+  check_vector("bias", bias, "logits", logits, logits.size(1), "one value a column");
+  Call call(logits);
+  LogitGradient r = logit_gradient({logits, incoming, target, rstd, bias, softcap, want_dbias, want_dot}, lse, factors);
+  return {r.dz, empty_like_missing(r.row_dot, lse), empty_like_missing(r.dbias, lse)};
+}
+
 void check_factor(Tensor const& t, Tensor const& factor) {
   auto const type = statistics_type(t);
   check_floating("t", t);
@@ -616,6 +635,7 @@ void implement(Library& m) {
   m.impl("lse_select", &lse_select_op);
   m.impl("exponential_gradient_", &exponential_gradient_op);
   m.impl("dlogits", &dlogits_op);
+  m.impl("logit_gradient", &logit_gradient_op);
   m.impl("scale_", &scale_op);
   m.impl("scaled", &scaled_op);
 }
@@ -678,6 +698,9 @@ TORCH_LIBRARY(coda, m) {
   m.def(
       "dlogits(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor factors, float softcap, bool want_dbias) -> "
       "(Tensor, Tensor, Tensor)");
+  m.def(
+      "logit_gradient(Tensor logits, Tensor? incoming, Tensor target, Tensor lse, Tensor factors, Tensor? rstd, Tensor? bias, float softcap, "
+      "bool want_dbias, bool want_dot) -> (Tensor, Tensor, Tensor)");
   m.def("scale_(Tensor(a!) t, Tensor factor) -> ()");
   m.def("scaled(Tensor t, Tensor factor, ScalarType dtype) -> Tensor");
 }

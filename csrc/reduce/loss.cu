@@ -1,4 +1,4 @@
-// Around the head's GEMM: the statistics of a row from those of its tiles, and the gradient of logits from their exponentials.
+// Around the head's GEMM: the statistics of a row from those of its tiles, and the gradient of logits from their exponentials or from themselves.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(kRowLanes* kTileLanes) finish_softmax_kernel(S
 }
 
 constexpr int kThreads = 256, kVector = 8;
+static_assert(kThreads * kVector == kGradientColumns);
 
 // A block has kGradientRows rows of kThreads * kVector columns; a thread adds up its columns. The rows are asked for kAhead at a time: each is written
 // where it was read, and a load behind a store would wait for it.
@@ -92,6 +93,69 @@ __global__ void __launch_bounds__(kThreads) exponential_gradient_kernel(Exponent
     if (column + j < p.n) p.dbias[blockIdx.y * p.n + column + j] = dbias[j];
 }
 
+// The values of a row from `column` on, those from column n on 0; `whole`: rows lie so that they can be read by vectors.
+template <class T>
+__device__ void load_columns(T const* row, std::int64_t column, std::int64_t n, bool whole, float (&out)[kVector]) {
+  if (whole && column + kVector <= n) {
+    load_read_only(row + column, out);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) out[j] = column + j < n ? float(row[column + j]) : 0.0f;
+  }
+}
+
+template <class T, bool kCap>
+__global__ void __launch_bounds__(kThreads) kept_logit_gradient_kernel(KeptLogitGradient p, bool whole, bool whole_incoming) {
+  std::int64_t const column = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector, begin = std::int64_t(blockIdx.y) * kGradientRows;
+  float bias[kVector] = {}, dbias[kVector] = {};
+  if (p.bias != nullptr) load_columns(static_cast<T const*>(p.bias), column, p.n, false, bias);
+  __shared__ float dots[kGradientRows][kThreads / 32];
+#pragma unroll 2
+  for (std::int64_t m = begin; m < begin + kGradientRows && m < p.m; ++m) {
+    float logit[kVector], g[kVector] = {}, dot = 0;
+    load_columns(static_cast<T const*>(p.logits) + m * p.ld, column, p.n, whole, logit);
+    if (p.incoming != nullptr) load_columns(static_cast<T const*>(p.incoming) + m * p.incoming_ld, column, p.n, whole_incoming, g);
+    float const by_softmax = __ldg(p.factors + m), by_all = __ldg(p.factors + p.factors_ld + m), by_target = __ldg(p.factors + 2 * p.factors_ld + m);
+    float const lse = __ldg(p.lse + m), rstd = p.rstd == nullptr ? 1.0f : __ldg(p.rstd + m);
+    std::int64_t const target = __ldg(p.target + m) - column;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      if (column + j >= p.n) continue;
+      auto const z = capped(logit[j], kCap ? p.cap : 0.0f);
+      g[j] += logit_gradient(exp_(z.value - lse), z.slope, by_softmax, by_all, target == j ? by_target : 0.0f);
+      dot += isinf(bias[j]) ? 0.0f : g[j] * (logit[j] - bias[j]);  // a column that the bias takes away has no gradient
+      dbias[j] += g[j];
+      g[j] *= rstd;
+    }
+    if (column < p.n) store_vector(static_cast<T*>(p.dz) + m * p.dz_ld + column, g);
+    if (p.dots != nullptr) {
+      dot = warp_sum(dot);
+      if (threadIdx.x % 32 == 0) dots[m - begin][threadIdx.x / 32] = dot;
+    }
+  }
+  if (p.dots != nullptr) {
+    __syncthreads();
+    if (threadIdx.x < kGradientRows && begin + threadIdx.x < p.m) {
+      float sum = 0;
+      for (int w = 0; w < kThreads / 32; ++w) sum += dots[threadIdx.x][w];
+      p.dots[blockIdx.x * p.m + begin + threadIdx.x] = sum;
+    }
+  }
+  if (p.dbias == nullptr) return;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j)
+    if (column + j < p.n) p.dbias[blockIdx.y * p.n + column + j] = dbias[j];
+}
+
+template <class T>
+LaunchStatus launch(KeptLogitGradient const& p, void* stream) {
+  auto const whole = [](void const* data, std::int64_t ld) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && ld % kVector == 0; };
+  dim3 const grid(unsigned(ceil_div(p.n, kThreads * kVector)), unsigned(ceil_div(p.m, kGradientRows)));
+  auto* const kernel = p.cap > 0 ? kept_logit_gradient_kernel<T, true> : kept_logit_gradient_kernel<T, false>;
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p, whole(p.logits, p.ld), whole(p.incoming, p.incoming_ld));
+  return launched("kept_logit_gradient");
+}
+
 template <class T>
 LaunchStatus launch(ExponentialGradient const& p, void* stream) {
   dim3 const grid(unsigned(ceil_div(p.n, kThreads * kVector)), unsigned(ceil_div(p.m, kGradientRows)));
@@ -116,6 +180,17 @@ LaunchStatus exponential_gradient(ExponentialGradient const& args, void* stream)
     case DType::kBf16: return launch<__nv_bfloat16>(args, stream);
     case DType::kFp16: return launch<__half>(args, stream);
     default: return {"exponential_gradient", "the gradient must be bf16 or fp16"};
+  }
+}
+
+LaunchStatus kept_logit_gradient(KeptLogitGradient const& args, void* stream) {
+  if (args.dz_ld % kVector != 0 || args.dz_ld < (args.n + kVector - 1) / kVector * kVector || reinterpret_cast<std::uintptr_t>(args.dz) % 16 != 0)
+    return {"kept_logit_gradient", "rows must be aligned to 16 bytes and have room for whole vectors"};
+  if (args.m > 65535 * kGradientRows) return {"kept_logit_gradient", "more than 2^20 rows"};
+  switch (args.dtype) {
+    case DType::kBf16: return launch<__nv_bfloat16>(args, stream);
+    case DType::kFp16: return launch<__half>(args, stream);
+    default: return {"kept_logit_gradient", "the tensors must be bf16 or fp16"};
   }
 }
 

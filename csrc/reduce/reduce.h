@@ -115,6 +115,29 @@ struct ExponentialGradient {
 LaunchStatus exponential_gradient(ExponentialGradient const& args, void* stream);
 constexpr std::int64_t kGradientRows = 16;
 
+// The same from logits, which stay: dz = rstd g with g the gradient of the logits, to which that which arrives at them is added.
+struct KeptLogitGradient {
+  DType dtype;  // of the tensors: bf16 or fp16
+  std::int64_t m, n;
+  void const* logits;
+  std::int64_t ld;
+  void const* incoming;  // null: none
+  std::int64_t incoming_ld;
+  float const* lse;
+  float const* factors;  // as above
+  std::int64_t factors_ld;
+  std::int64_t const* target;
+  float const* rstd;  // null: ones
+  void const* bias;   // of the logits; null: none
+  float cap;
+  void* dz;  // [m, n], rows 16 bytes aligned with room for whole vectors
+  std::int64_t dz_ld;
+  float* dbias;  // as above
+  float* dots;   // [groups of kGradientColumns columns, m], sums of g (logit - bias); null: not wanted
+};
+LaunchStatus kept_logit_gradient(KeptLogitGradient const& args, void* stream);
+constexpr std::int64_t kGradientColumns = 2048;
+
 // out[i] = values[i] * factor[0], a number on the device, with one rounding. out may be values; then nothing is read or written where the factor is 1.
 LaunchStatus scale(DType dtype, void const* values, DType out_dtype, void* out, std::int64_t count, float const* factor, void* stream);
 

@@ -38,6 +38,10 @@ def calls(dtype, device):
             (x, rstd, w, bias, labels, statistics(), factors, 3.0, True),
             (x, None, w[:24], None, labels, statistics(), factors, 0.0, False),
         ],
+        "logit_gradient": [
+            (t(M, N), t(M, N), labels, statistics(), factors, rstd, bias, 3.0, True, True),
+            (t(M, 30)[:, 3:27], None, labels, statistics(), factors, None, None, 0.0, False, False),
+        ],
         "scale_": [(t(M, D), torch.rand(1, device=device)), (t(M, D).t(), torch.ones((), device=device))],
         "scaled": [(t(M, D).float(), torch.rand(1, device=device), t(1).dtype), (t(M, D), torch.rand((), device=device), t(1).dtype)],
         "rms_norm_stats": [(x, g, 1e-6), (x, None, 1e-6)],
