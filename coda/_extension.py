@@ -54,8 +54,8 @@ def _backend() -> str:
 def backend_of_last_call() -> str:
     """What ran the last operator of this process, forward or backward.
 
-    ``"cpu"``; ``"sm90:<key>+<key>..."`` or ``"sm80:..."`` with the kernels in order (``library`` is torch's own GEMM, used where no program is involved and
-    it measured faster); or ``"eager:<reason>"`` where no kernel exists, which ``CODA_STRICT=1`` turns into an error.
+    ``"cpu"``; ``"sm90:<key>+<key>..."`` or ``"sm80:..."`` with the kernels in order (``<key> in 4 parts`` where K was split; ``library`` is torch's own GEMM,
+    used where no program is involved and it measured faster); or ``"eager:<reason>"`` where no kernel exists, which ``CODA_STRICT=1`` turns into an error.
     """
     return _C.last_call()
 

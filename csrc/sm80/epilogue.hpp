@@ -92,6 +92,10 @@ constexpr bool kIsColVector = false;
 template <int kAbsent>
 constexpr bool kIsColVector<ColVector<kAbsent>> = true;
 template <class Load>
+constexpr bool kIsHeadVector = false;
+template <int kAbsent>
+constexpr bool kIsHeadVector<HeadVector<kAbsent>> = true;
+template <class Load>
 constexpr bool kIsTile = std::is_same_v<Load, TileLoad>;
 template <class Load>
 constexpr bool kIsCopied = kIsColVector<Load> || kIsTile<Load>;
@@ -107,22 +111,12 @@ struct Reader<Traits, Scalar> {
   CODA_D static void put(OfColumns const& c, OfRow const&, int, float* in) { in[0] = c.value; }
 };
 
-template <class Traits>
-struct VectorReader {
+template <class Traits, int kAbsent>
+struct Reader<Traits, RowVector<kAbsent>> {
   struct OfColumns {
     float value[Traits::kColumns * kVector];
   };
   using OfRow = Nothing;
-  CODA_D static OfRow row(OfColumns const&, Resource const&, typename Traits::Place const&, Row const&) { return {}; }
-  CODA_D static void put(OfColumns const& c, OfRow const&, int pair, float* in) {
-#pragma unroll
-    for (int i = 0; i < Traits::kColumns; ++i) in[i] = c.value[Traits::index(pair, i)];
-  }
-};
-
-template <class Traits, int kAbsent>
-struct Reader<Traits, RowVector<kAbsent>> : VectorReader<Traits> {
-  using typename VectorReader<Traits>::OfColumns;
   CODA_D static OfColumns columns(Resource const& r, GemmArguments const&, typename Traits::Place const& place) {
     OfColumns c;
 #pragma unroll
@@ -132,22 +126,40 @@ struct Reader<Traits, RowVector<kAbsent>> : VectorReader<Traits> {
       if (r.data != nullptr && place.inside[i]) load_values<typename Traits::Element, kVector>(c.value + kVector * i, r.data, r.fp32, place.n[i]);
     return c;
   }
+  CODA_D static OfRow row(OfColumns const&, Resource const&, typename Traits::Place const&, Row const&) { return {}; }
+  CODA_D static void put(OfColumns const& c, OfRow const&, int pair, float* in) {
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i) in[i] = c.value[Traits::index(pair, i)];
+  }
 };
 
+// Beside the other vectors and the tables there are no registers for these: each thread keeps its own in shared memory, behind the band.
 template <class Traits, int kAbsent>
-struct Reader<Traits, HeadVector<kAbsent>> : VectorReader<Traits> {
+struct Reader<Traits, HeadVector<kAbsent>> {
   static_assert(Traits::kPairing == Pairing::kHeadHalves, "vectors of heads belong to the halves of heads");
-  using typename VectorReader<Traits>::OfColumns;
-  CODA_D static OfColumns columns(Resource const& r, GemmArguments const& g, typename Traits::Place const& place) {
-    OfColumns c;
+  static constexpr int kKeptBytes = 4 * Traits::kColumns * kVector * Traits::kThreads;
+  struct OfColumns {
+    float const* kept;
+  };
+  using OfRow = Nothing;
+  CODA_D static OfColumns columns(Resource const& r, GemmArguments const& g, typename Traits::Place const& place, float* kept) {
     void const* const data = place.n[0] < g.rotation.query_columns ? r.data : r.second;
     bool const present = place.inside[0] && place.n[0] < g.rotation.columns;
 #pragma unroll
-    for (int i = 0; i < Traits::kColumns * kVector; ++i) c.value[i] = float(kAbsent);
+    for (int i = 0; i < Traits::kColumns; ++i) {
+      float values[kVector];
 #pragma unroll
-    for (int i = 0; i < Traits::kColumns; ++i)
-      if (present) load_values<typename Traits::Element, kVector>(c.value + kVector * i, data, r.fp32, place.n[i] % int(g.rotation.head_dim));
-    return c;
+      for (int j = 0; j < kVector; ++j) values[j] = float(kAbsent);
+      if (present) load_values<typename Traits::Element, kVector>(values, data, r.fp32, place.n[i] % int(g.rotation.head_dim));
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) kept[(kVector * i + j) * Traits::kThreads + thread_index()] = values[j];
+    }
+    return {kept + thread_index()};
+  }
+  CODA_D static OfRow row(OfColumns const&, Resource const&, typename Traits::Place const&, Row const&) { return {}; }
+  CODA_D static void put(OfColumns const& c, OfRow const&, int pair, float* in) {
+#pragma unroll
+    for (int i = 0; i < Traits::kColumns; ++i) in[i] = c.kept[Traits::index(pair, i) * Traits::kThreads];
   }
 };
 
@@ -607,8 +619,18 @@ struct Epilogue {
     Columns const columns(g, first_n);
     Place const& place = columns.place;
     OfColumns of_columns;
-    ((at<kL>(of_columns) = Reader<Ls>::columns(g.loads[kL], g, place)), ...);
     float* const band = reinterpret_cast<float*>(shared);
+    auto const load_columns = [&](auto load, auto index) {
+      using Load = decltype(load);
+      constexpr std::size_t kIndex = decltype(index)::value;
+      if constexpr (detail::kIsHeadVector<Load>) {
+        static_assert(kTiles == 0 && kBandBytes + Reader<Load>::kKeptBytes <= Config::kStages * Config::kStageBytes, "there is room behind the band");
+        at<kIndex>(of_columns) = Reader<Load>::columns(g.loads[kIndex], g, place, band + kBandBytes / 4);
+      } else {
+        at<kIndex>(of_columns) = Reader<Load>::columns(g.loads[kIndex], g, place);
+      }
+    };
+    (load_columns(Ls{}, std::integral_constant<std::size_t, kL>{}), ...);
     int const own_row = thread_index() / kGroups, tile_n = first_n / Config::kTileN;
     int from[kColumns];  // words
     for (int i = 0; i < kColumns; ++i) from[i] = own_row * kStride + band_offset(columns.local[i]);

@@ -91,8 +91,9 @@ struct Mainloop {
 
   using Accumulators = float[kBlocksM][2 * kBlocksN][4];
 
-  // Products of columns k.first to k.end - 1, at least one. The last tile along K lies in stage `last`. ask(part), for parts 0 to kStages - 2, asks for what the epilogue reads first, and may use the stages from
-  // last + 1 to last + 1 + part for it. All of it has arrived at the end, and all stages are free for others.
+  // Products of columns k.first to k.end - 1, at least one. The last tile along K lies in stage `last`. ask(part), for parts 0 to kStages - 2, asks for what
+  // the epilogue reads first, and may use the stages from last + 1 to last + 1 + part for it. All of it has arrived at the end, and all stages are free for
+  // others.
   struct Range {
     int first, end;
   };

@@ -441,8 +441,10 @@ def test_split_k(key, splits, poisoned_memory):
 @on_gpu
 def test_dispatch_splits_k(poisoned_memory):
     arch, _ = _C.arch_for(*torch.cuda.get_device_capability())
+    kernel = next((k for k in KERNELS.values() if (k["program"], k["layout"], k["arch"]) == ("plain", "nt", arch)), None)
+    if kernel is None:
+        pytest.skip("this build holds no plain product")
     for m, n, k, parts in ((512, 512, 16384, arch == "sm80"), (4096, 4096, 2048, False)):
-        kernel = next(kernel for kernel in KERNELS.values() if (kernel["program"], kernel["layout"], kernel["arch"]) == ("plain", "nt", arch))
         for _ in run(kernel, m, n, k, 1):
             assert (" parts" in coda.backend_of_last_call()) == parts
 

@@ -282,7 +282,8 @@ template <class Program, class Config, Layout kLayout, class... Ls, class... Ss,
 void check(std::string const& name, Shape const& s, List<Ls...>, List<Ss...>, std::index_sequence<kL...>, std::index_sequence<kS...>) {
   using Block = sm80::Block<Program, Config, bf16, kLayout>;
   std::string const what = name + " " + std::to_string(s.m) + " " + std::to_string(s.n) + " " + std::to_string(s.k) + " rotary " +
-                           std::to_string(s.rotary_dim) + " of " + std::to_string(s.head_dim) + " splits " + std::to_string(s.splits) + " variant " + std::to_string(s.variant);
+                           std::to_string(s.rotary_dim) + " of " + std::to_string(s.head_dim) + " splits " + std::to_string(s.splits) + " variant " +
+                           std::to_string(s.variant);
   Memory memory;
   GemmArguments g;
   g.m = s.m, g.n = s.n, g.k = s.k;
@@ -366,7 +367,8 @@ using Small = sm80::Config<64, 128, 32, 2, 2, 4, 3>;
 template <class Config>
 void all(std::string const& config, bool everything) {
   auto const name = [&](char const* program) { return config + " " + program; };
-  std::vector<Shape> const few = {{136, 264, 72}, {130, 136, 8}, {70, 8, 264}}, heads = {{130, 192, 40, 64, 64}, {130, 384, 8, 128, 32}, {30, 384, 40, 128, 128}, {64, 160, 8, 32, 16}};
+  std::vector<Shape> const few = {{136, 264, 72}, {130, 136, 8}, {70, 8, 264}};
+  std::vector<Shape> const heads = {{130, 192, 40, 64, 64}, {130, 384, 8, 128, 32}, {30, 384, 40, 128, 128}, {64, 160, 8, 32, 16}};
   check<Plain, Config, Layout::kTN>(name("plain tn"), {{136, 264, 72}, {1, 8, 8}, {129, 136, 200}});
   check<RstdGluPreactivation<Silu>, Config, Layout::kTN>(name("rstd_swiglu_preactivation"), {{136, 272, 72}});
   check<DActLayer, Config, Layout::kNN>(name("dact_layer"), few);
