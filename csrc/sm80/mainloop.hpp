@@ -146,11 +146,11 @@ struct Mainloop {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         if (step == kSteps - 1) {
-          // The next tile has arrived, and this one has been read by all: its stage is the one written to next. Behind the last tile there is an
-          // old one, whose fragments no one uses.
+          // The next tile has arrived, and this one has been read by all: its stage is the one written to next. Behind the last tile its own fragments are
+          // read once more, which no one uses: what the epilogue has asked for arrives in the other stages.
           wait_copies<kStages - 2>();
           barrier();
-          read = next(read);
+          if (tile + 1 < tiles) read = next(read);
         }
         load((step + 1) % 2, read, (step + 1) % kSteps);
         if (step == 0) copy(tile + kStages - 1);
