@@ -177,12 +177,16 @@ SOFTMAX_128 = dataclasses.replace(PINGPONG_128, epilogue_n=64)
 
 # The configurations for SM80, measured on 9.0 only (bench/results/sm80.json: times over the best plain SM80 kernel's). A warp's tile is 64 x 64, the largest
 # whose accumulators leave room for two sets of fragments. Two blocks of 128 x 128 on a multiprocessor: the epilogue of one runs under the products of the
-# other, and on 8.6, whose shared memory takes one of them, there is less to hide. One of 128 x 256 loads a quarter less, but its epilogue is exposed:
-# norm_backward for gate-up (1.01, 1.02) against 128x128 (1.04, 1.10), but dswiglu (1.40, 1.14) against (1.22, 1.10), residual_sqsum for the out-projection
-# (1.32, 1.15) against (1.21, 1.11). Small products get a tile for more multiprocessors. For the plain product 256x128 and 128x128x64 with three stages
-# are no better; CUTLASS 2.x's best of nine takes 1.305 ms for down-projection at 1b where 128x256 takes 1.294.
+# other, and on 8.6, whose shared memory takes one of them, there is less to hide. One of 128 x 256 loads a quarter less, but most of its epilogue is
+# exposed. 128x128 and 128x256, (1b, 8b):
+#   norm_backward, gate-up (1.09, -), (1.06, -); qkv (1.13, -), (1.14, -)    residual_sqsum, out (1.16, 1.10), (1.16, 1.04); down (1.06, 1.05), (1.04, 1.05)
+#   rstd_swiglu_preactivation (1.01, 1.07), (1.03, 1.03)    rstd_rope (1.13, 1.07), (1.15, 1.10)    dswiglu (1.18, -), (1.26, -)
+# Small products get a tile for more multiprocessors. For the plain product 256x128 and 128x128x64 with three stages are no better. The best of nine
+# configurations of CUTLASS 2.x's device::Gemm takes 1.247, 2.625, 1.936 and 4.417 ms for down and gate-up at 1b, qkv and down at 8b; 128x256 with bands along N
+# takes 1.236, 2.624, 1.923 and 4.350, along M 1.235, 2.701, 1.948 and 4.483. CUTLASS 3.x's collective takes 1.320 and 3.021 for the first two.
 SQUARE = Sm80Config((128, 128, 32), (2, 2), stages=4, blocks=2, rate=0.97)
 WIDE = Sm80Config((128, 256, 32), (2, 4), stages=4, blocks=1, min_k=6144)
+WIDE_FROM_4096 = dataclasses.replace(WIDE, min_k=4096)
 SMALL = Sm80Config((64, 128, 32), (2, 2), stages=4, blocks=3, rate=0.8)
 
 
@@ -229,9 +233,13 @@ def manifest() -> list[Kernel]:
     add("dlogits", "DLogits", loss, ("tn",), (PINGPONG_128,))
     # Every one of them for SM80 too. The statistics of the loss have tiles of one width, whose rows are summed in the same order: the same bits again.
     for program, cpp, header, layout in dict.fromkeys((k.program, k.cpp, k.header, k.layout) for k in rows):
-        configs = (SQUARE, SMALL) if program.startswith("lse_select") else (SQUARE, WIDE, SMALL)
-        # Gradients of small weights are short in M and N and as long as there are tokens in K. Nothing is fused to them.
-        add(program, cpp, header, (layout,), [dataclasses.replace(c, splits=program == "plain") for c in configs])
+        configs = SQUARE, WIDE_FROM_4096 if program in ("residual_sqsum", "rstd_swiglu", "rstd_swiglu_preactivation") else WIDE, SMALL
+        if program.startswith("lse_select"):
+            configs = SQUARE, SMALL
+        if program == "plain":
+            # Gradients of small weights are short in M and N and as long as there are tokens in K. Nothing is fused to them.
+            configs = tuple(dataclasses.replace(c, splits=True) for c in (SQUARE, dataclasses.replace(WIDE, raster="n"), SMALL))
+        add(program, cpp, header, (layout,), configs)
     keys = [k.key for k in rows]
     assert len(set(keys)) == len(keys), "two kernels of the manifest share a key"
     return rows
