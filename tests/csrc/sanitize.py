@@ -38,6 +38,12 @@ def row_kernels(m, d):
         ops.rstd_qknorm_rope(h, rstd, w, None, *norms, *rope, True)
     ops.dglu(new(m, 24), None, new(m, 48), None, "silu", d, True)
     ops.dact(new(m, 24), None, new(m, 24), None, new(24), "gelu", d, True)
+    lse, factors, target = torch.rand(m, device="cuda"), torch.rand(3, m, device="cuda"), torch.arange(m, device="cuda") % d
+    for logits, incoming, b in ((new(m, d), None, None), (new(m, d + 3)[:, 3:], new(m, d), new(d)), (new(m, 5), new(5, m).t(), new(5))):
+        ops.logit_gradient(logits, incoming, target, lse, factors, rstd, b, 3.0, True, True)
+    for count in (5, m * d + 3):
+        t = torch.randn(count, device="cuda")
+        ops.scale_(ops.scaled(t, t[:1].clone(), torch.bfloat16), t[:1].clone())
 
 
 def main(part=""):
