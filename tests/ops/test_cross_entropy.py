@@ -133,11 +133,42 @@ def test_a_second_backward_finds_what_the_first_found(device, chunked, upstream)
     values = leaves(tensors)
     loss = coda.linear_cross_entropy(**values, target=target, chunk_bytes=chunk_bytes)
     backward = lambda **options: torch.autograd.grad(loss, list(values.values()), torch.full_like(loss, upstream), **options)
-    kept = backward(retain_graph=True)
+    kept = [g.clone() for g in backward(retain_graph=True)]
     again, last = backward(retain_graph=True), backward()
     for gradients in again, last:
         for a, b in zip(kept, gradients):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("v", [5, 70, 2056, 4103])
+def test_gradient_of_kept_logits(device, v, dtype, softcap):
+    """Of rows that begin anywhere, with a gradient that arrives at them, against float64."""
+    m = 35
+    logits, incoming = new(m, v + 3, dtype=dtype, device=device)[:, 3:], new(v, m, dtype=dtype, device=device).t()
+    bias, rstd = new(v, dtype=dtype, device=device), torch.rand(m, device=device) + 0.5
+    bias[1], logits[:, 1] = -math.inf, -math.inf
+    incoming[:, 1] = 0
+    target = torch.arange(m, device=device) * 7 % (v + 2) - 1  # -1 and v are no columns
+    factors, wide = torch.randn(3, m, device=device), logits.double()
+    z = wide if softcap == 0 else softcap * torch.tanh(wide / softcap)
+    lse = torch.logsumexp(z, 1)
+    chosen = torch.arange(v, device=device) == target.unsqueeze(1)
+    by_softmax, by_all, by_target = (f.double().unsqueeze(1) for f in factors)
+    g = (by_softmax * torch.exp(z - lse.unsqueeze(1)) - by_all - by_target * chosen) * (1 if softcap == 0 else 1 - (z / softcap) ** 2)
+    column = torch.ones(v, dtype=torch.bool, device=device)
+    column[1] = False  # by_all has no limit there
+    for arriving, b in ((incoming, bias), (None, None)):
+        total = g if arriving is None else g + arriving.double()
+        y = wide if b is None else wide - b.double()
+        dz, dot, dbias = torch.ops.coda.logit_gradient(logits, arriving, target, lse.float(), factors, rstd, b, softcap, True, b is not None)
+        step = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}[dtype]
+        torch.testing.assert_close(dz[:, :v][:, column].double(), (rstd.double().unsqueeze(1) * total)[:, column], rtol=step, atol=1e-5)
+        torch.testing.assert_close(dbias[column].double(), total.sum(0)[column], rtol=1e-4, atol=1e-4)
+        if b is not None:
+            terms = (total * y)[:, column]
+            torch.testing.assert_close(dot.double(), terms.sum(1), rtol=0, atol=1e-5 * terms.abs().sum(1).max().item())
 
 
 @pytest.mark.parametrize("count", [1, 7, 1003, 2**20 + 5])
