@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "coda/params.h"
 #include "coda/registry.h"
@@ -105,19 +106,21 @@ struct Bands {
   std::int64_t waves;
 };
 
-// Wide bands share operands in the second-level cache. But either side is rounded up to whole bands, and the tiles that lie outside take as long as any:
-// 1024 rows in eight clusters of two tiles of 128 would be computed twice over. So: the widest that costs next to no wave. The scheduler itself takes
-// narrower ones than asked for where a side has few tiles.
+// Wide bands share operands in the second-level cache; what narrow ones cost is a rough figure of bench/results/tuning.json, run 4. But either side is rounded
+// up to whole bands, and the tiles that lie outside take as long as any: 1024 rows in eight clusters of two tiles of 128 would be computed twice over. The
+// scheduler itself takes narrower bands than asked for where a side has few tiles.
 inline Bands bands(std::int64_t tiles_m, std::int64_t tiles_n, int cluster_m, int cluster_n, int sm_count) {
   tiles_m = round_up(tiles_m, cluster_m), tiles_n = round_up(tiles_n, cluster_n);
   std::int64_t const fewest = tiles_m < tiles_n ? tiles_m : tiles_n;
-  auto const with = [&](int width) {
-    return Bands{width, ceil_div(round_up(tiles_m, width * cluster_m) * round_up(tiles_n, width * cluster_n), sm_count)};
-  };
-  Bands const one = with(1);
-  for (int width = fewest >= 6 ? 8 : fewest >= 3 ? 4 : fewest >= 2 ? 2 : 1; width > 1; width /= 2)
-    if (Bands const b = with(width); b.waves * 50 <= one.waves * 51) return b;
-  return one;
+  int const widest = fewest >= 6 ? 8 : fewest >= 3 ? 4 : fewest >= 2 ? 2 : 1;
+  Bands best{};
+  double best_time = 0;
+  for (auto const& [width, time] : {std::pair(8, 1.0), std::pair(4, 1.02), std::pair(2, 1.06), std::pair(1, 1.2)}) {
+    if (width > widest) continue;
+    std::int64_t const waves = ceil_div(round_up(tiles_m, width * cluster_m) * round_up(tiles_n, width * cluster_n), sm_count);
+    if (best.width == 0 || double(waves) * time < best_time) best = {width, waves}, best_time = double(waves) * time;
+  }
+  return best;
 }
 
 inline std::int64_t count_tiles(KernelInfo const& kernel, std::int64_t m, std::int64_t n) { return ceil_div(m, kernel.tile_m) * ceil_div(n, kernel.tile_n); }
