@@ -172,7 +172,8 @@ NORM_BACKWARD_128 = dataclasses.replace(PINGPONG_128, raster="m")
 # A subtile is a group of columns that have a reference (sinks.hpp): there are few steps from subtile to subtile, and few maxima to find, with wide ones.
 # 8192 and 2048 tokens, 128256 classes, over torch.mm's time (bench/results/tuning.json, run 9):
 #   lse_select_exponentials, 1b: subtiles of 64 (1.03, 1.08), of 32 (1.22, 1.24), of those with one or four of stores (1.35, 1.30), (1.17, 1.23)
-#   8b: of 64 (1.05, 0.97), of 32 (1.05, 1.00); dlogits, of 32, 2048 tokens: 1b 1.08, 8b 1.01; 128x192 spills (1b 1.98, 8b 1.37)
+#   8b: of 64 (1.05, 0.97), of 32 (1.05, 1.00)
+# From head.json, run 0: dlogits, of 32, 2048 tokens: 1b 1.08, 8b 1.01; lse_select with 128x192 spills (1b 1.98, 8b 1.37).
 SOFTMAX_128 = dataclasses.replace(PINGPONG_128, epilogue_n=64)
 
 # The configurations for SM80, measured on 9.0 only (bench/results/sm80.json: times over the best plain SM80 kernel's). A warp's tile is 64 x 64, the largest

@@ -523,17 +523,20 @@ LogitGradient logit_gradient(KeptLogits const& kept, at::Tensor const& lse_, at:
   at::Tensor const rstd = get(kept.rstd) ? get(kept.rstd)->contiguous() : at::Tensor(), bias = get(kept.bias) ? get(kept.bias)->contiguous() : at::Tensor();
   std::int64_t const m = logits.size(0), n = logits.size(1);
   LogitGradient result{at::empty({m, stored_columns(n)}, logits.options()), {}, {}};
-  if (m == 0) return {result.dz, at::zeros({0}, lse.options()), at::zeros({n}, lse.options())};
+  if (logits.numel() == 0) {
+    auto const zeros = [&](bool wanted, std::int64_t size) { return wanted ? at::zeros({size}, lse.options()) : at::Tensor(); };
+    return {result.dz, zeros(kept.want_dot, m), zeros(kept.want_dbias, n)};
+  }
   at::Tensor const sums = kept.want_dbias ? at::empty({ceil_div(m, reduce::kGradientRows), n}, lse.options()) : at::Tensor();
   at::Tensor const dots = kept.want_dot ? at::empty({ceil_div(n, reduce::kGradientColumns), m}, lse.options()) : at::Tensor();
   auto const floats = [](at::Tensor const& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
   auto const written = [](at::Tensor const& t) { return t.defined() ? t.data_ptr<float>() : nullptr; };
   check(reduce::kept_logit_gradient({reduce_type(logits.scalar_type()), m, n, logits.const_data_ptr(), logits.stride(0),
-                                incoming.defined() ? incoming.const_data_ptr() : nullptr, incoming.defined() ? incoming.stride(0) : 0, floats(lse),
-                                floats(factors), factors.stride(0), target.const_data_ptr<std::int64_t>(), floats(rstd),
-                                bias.defined() ? bias.const_data_ptr() : nullptr, float(kept.cap), result.dz.data_ptr(), result.dz.stride(0), written(sums),
-                                written(dots)},
-                               current_stream()),
+                                     incoming.defined() ? incoming.const_data_ptr() : nullptr, incoming.defined() ? incoming.stride(0) : 0, floats(lse),
+                                     floats(factors), factors.stride(0), target.const_data_ptr<std::int64_t>(), floats(rstd),
+                                     bias.defined() ? bias.const_data_ptr() : nullptr, float(kept.cap), result.dz.data_ptr(), result.dz.stride(0),
+                                     written(sums), written(dots)},
+                                    current_stream()),
         "logit_gradient");
   note(arch(), "logit_gradient");
   if (kept.want_dbias) result.dbias = sum_groups(sums, n, at::kFloat);

@@ -245,12 +245,18 @@ struct Logits {
   at::Tensor y, z, slope;  // rstd acc; y + bias, or that capped; dz / dlogit, undefined without a cap
 };
 
+// z and dz / dlogit.
+std::tuple<at::Tensor, at::Tensor> capped(at::Tensor const& logits, double cap) {
+  if (!(cap > 0)) return {logits, at::Tensor()};
+  at::Tensor const t = at::tanh(logits / cap);
+  return {t * cap, 1 - t.square()};
+}
+
 Logits logits_of(LseCall const& call) {
   at::Tensor const wide = call.h.to(statistics_type(call.h)), w = call.w.to(wide.scalar_type());
-  at::Tensor const y = scaled(at::mm(wide, w.t()), call.rstd), logits = biased(y, call.bias);
-  if (!(call.cap > 0)) return {y, logits, {}};
-  at::Tensor const t = at::tanh(logits / call.cap);
-  return {y, t * call.cap, 1 - t.square()};
+  at::Tensor const y = scaled(at::mm(wide, w.t()), call.rstd);
+  auto const [z, slope] = capped(biased(y, call.bias), call.cap);
+  return {y, z, slope};
 }
 
 at::Tensor column(at::Tensor const& t) { return t.unsqueeze(1); }
@@ -327,9 +333,9 @@ LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor con
 }
 
 LogitGradient logit_gradient(KeptLogits const& kept, at::Tensor const& lse, at::Tensor const& factors) {
-  at::Tensor const logits = kept.logits.to(lse.scalar_type()), t = kept.cap > 0 ? at::tanh(logits / kept.cap) : at::Tensor();
-  at::Tensor const z = t.defined() ? t * kept.cap : logits;
-  at::Tensor g = sloped(gradient_of_z(at::exp(z - column(lse)), factors, kept.target), t.defined() ? 1 - t.square() : t);
+  at::Tensor const logits = kept.logits.to(lse.scalar_type());
+  auto const [z, slope] = capped(logits, kept.cap);
+  at::Tensor g = sloped(gradient_of_z(at::exp(z - column(lse)), factors, kept.target), slope);
   if (get(kept.incoming)) g = g + *get(kept.incoming);
   LogitGradient result{at::empty({g.size(0), stored_columns(g.size(1))}, kept.logits.options()), {}, {}};
   if (kept.want_dot) {

@@ -147,21 +147,34 @@ __global__ void __launch_bounds__(kThreads) kept_logit_gradient_kernel(KeptLogit
     if (column + j < p.n) p.dbias[blockIdx.y * p.n + column + j] = dbias[j];
 }
 
+dim3 grid_of(std::int64_t m, std::int64_t n) { return {unsigned(ceil_div(n, kGradientColumns)), unsigned(ceil_div(m, kGradientRows))}; }
+
 template <class T>
 LaunchStatus launch(KeptLogitGradient const& p, void* stream) {
   auto const whole = [](void const* data, std::int64_t ld) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && ld % kVector == 0; };
-  dim3 const grid(unsigned(ceil_div(p.n, kThreads * kVector)), unsigned(ceil_div(p.m, kGradientRows)));
   auto* const kernel = p.cap > 0 ? kept_logit_gradient_kernel<T, true> : kept_logit_gradient_kernel<T, false>;
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p, whole(p.logits, p.ld), whole(p.incoming, p.incoming_ld));
+  kernel<<<grid_of(p.m, p.n), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p, whole(p.logits, p.ld), whole(p.incoming, p.incoming_ld));
   return launched("kept_logit_gradient");
 }
 
 template <class T>
 LaunchStatus launch(ExponentialGradient const& p, void* stream) {
-  dim3 const grid(unsigned(ceil_div(p.n, kThreads * kVector)), unsigned(ceil_div(p.m, kGradientRows)));
   auto* const kernel = p.cap > 0 ? exponential_gradient_kernel<T, true> : exponential_gradient_kernel<T, false>;
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  kernel<<<grid_of(p.m, p.n), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
   return launched("exponential_gradient");
+}
+
+// rows, ld: where the gradient is written, beyond n up to a whole vector.
+template <class Gradient>
+LaunchStatus launch_gradient(char const* name, Gradient const& args, void const* rows, std::int64_t ld, void* stream) {
+  if (ld % kVector != 0 || ld < (args.n + kVector - 1) / kVector * kVector || reinterpret_cast<std::uintptr_t>(rows) % 16 != 0)
+    return {name, "rows must be aligned to 16 bytes and have room for whole vectors"};
+  if (args.m > 65535 * kGradientRows) return {name, "more than 2^20 rows"};
+  switch (args.dtype) {
+    case DType::kBf16: return launch<__nv_bfloat16>(args, stream);
+    case DType::kFp16: return launch<__half>(args, stream);
+    default: return {name, "the gradient must be bf16 or fp16"};
+  }
 }
 
 }  // namespace
@@ -172,26 +185,11 @@ LaunchStatus finish_softmax(SoftmaxFinish const& args, void* stream) {
 }
 
 LaunchStatus exponential_gradient(ExponentialGradient const& args, void* stream) {
-  // Rows beyond n may be overwritten up to a whole vector.
-  if (args.ld % kVector != 0 || args.ld < (args.n + kVector - 1) / kVector * kVector || reinterpret_cast<std::uintptr_t>(args.values) % 16 != 0)
-    return {"exponential_gradient", "rows must be aligned to 16 bytes and have room for whole vectors"};
-  if (args.m > 65535 * kGradientRows) return {"exponential_gradient", "more than 2^20 rows"};
-  switch (args.dtype) {
-    case DType::kBf16: return launch<__nv_bfloat16>(args, stream);
-    case DType::kFp16: return launch<__half>(args, stream);
-    default: return {"exponential_gradient", "the gradient must be bf16 or fp16"};
-  }
+  return launch_gradient("exponential_gradient", args, args.values, args.ld, stream);
 }
 
 LaunchStatus kept_logit_gradient(KeptLogitGradient const& args, void* stream) {
-  if (args.dz_ld % kVector != 0 || args.dz_ld < (args.n + kVector - 1) / kVector * kVector || reinterpret_cast<std::uintptr_t>(args.dz) % 16 != 0)
-    return {"kept_logit_gradient", "rows must be aligned to 16 bytes and have room for whole vectors"};
-  if (args.m > 65535 * kGradientRows) return {"kept_logit_gradient", "more than 2^20 rows"};
-  switch (args.dtype) {
-    case DType::kBf16: return launch<__nv_bfloat16>(args, stream);
-    case DType::kFp16: return launch<__half>(args, stream);
-    default: return {"kept_logit_gradient", "the tensors must be bf16 or fp16"};
-  }
+  return launch_gradient("kept_logit_gradient", args, args.dz, args.dz_ld, stream);
 }
 
 }  // namespace coda::reduce
