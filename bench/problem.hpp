@@ -286,7 +286,7 @@ class Problem {
           r.pair_stride = c.m, r.second = targets.data(), r.columns = g.n;
           return r;
         }
-        case Shape::kSoftmax: return make(4, c.m, Type::kFp32);
+        case Shape::kSoftmax: return make(program.planes - 1, c.m, Type::kFp32);
         case Shape::kExponentials: return make(c.m, g.n, Type::kFp16);
         case Shape::kSecondHalf: break;
       }
@@ -315,7 +315,7 @@ class Problem {
         Shape const shape = program.sinks[i].shape;
         if (shape != Shape::kRowPartial && shape != Shape::kColPartial && shape != Shape::kSoftmax) continue;
         bool const of_rows = shape != Shape::kColPartial;
-        std::int64_t const planes = shape == Shape::kSoftmax ? 5 : 1;
+        std::int64_t const planes = shape == Shape::kSoftmax ? program.planes : 1;
         std::int64_t const each = of_rows ? 1 : kernel.tile_m / kernel.partial_rows;  // lines a tile
         std::int64_t const lines = each * (of_rows ? ceil_div(g.n, kernel.tile_n) : ceil_div(c.m, kernel.tile_m)), ld = of_rows ? c.m : g.n;
         partials.push_back({i, of_rows, lines, ld, planes, tensor(planes * (lines + kBeyond * each) * ld, Type::kFp32).buffer});
@@ -337,7 +337,8 @@ class Problem {
         auto const* values = static_cast<float const*>(p.buffer.data());
         if (p.planes > 1) {
           float* const out = sums(p.sink);
-          check(reduce::finish_softmax({values, p.plane(), p.ld, p.planes, p.lines, c.m, out, out + c.m, out + 2 * c.m, out + 3 * c.m}, g.stream),
+          float* const totals = p.planes > 3 ? out + 2 * c.m : nullptr;
+          check(reduce::finish_softmax({values, p.plane(), p.ld, p.planes, p.lines, c.m, out, out + c.m, totals, totals + (p.planes > 3 ? c.m : 0)}, g.stream),
                 "finish_softmax");
         } else if (p.of_rows) {
           // Without rstd and with a width of 1, the norm's factor is the sum itself.
@@ -446,7 +447,7 @@ class Problem {
       std::vector<double> all;
       for (std::int64_t row : rows) {
         if (shape != Shape::kExponentials) {
-          for (int i = 0; i < (shape == Shape::kSoftmax ? 4 : 2); ++i) all.push_back(read(sums(index) + i * c.m + row, 1, Type::kFp32)[0]);
+          for (int i = 0; i < (shape == Shape::kSoftmax ? program.planes - 1 : 2); ++i) all.push_back(read(sums(index) + i * c.m + row, 1, Type::kFp32)[0]);
           continue;
         }
         std::int64_t const groups = ceil_div(g.n, kSoftmaxGroup);
@@ -495,7 +496,7 @@ class Problem {
       for (Slot const& slot : program_.sinks)
         outputs.emplace_back(slot.shape == Shape::kRowPartial   ? std::size_t(1)
                              : slot.shape == Shape::kSelected   ? std::size_t(2)
-                             : slot.shape == Shape::kSoftmax    ? std::size_t(4)
+                             : slot.shape == Shape::kSoftmax    ? std::size_t(program_.planes - 1)
                              : slot.shape == Shape::kExponentials ? std::size_t(calls)
                              : slot.shape == Shape::kColPartial ? std::size_t(0)
                                                                 : std::size_t(width(slot, program_) * calls));
@@ -555,7 +556,10 @@ class Problem {
         }
       }
       for (std::size_t i = 0; i < outputs.size(); ++i) {
-        if (program_.sinks[i].shape == Shape::kSoftmax) outputs[i] = softmax_of(zs, qs);
+        if (program_.sinks[i].shape == Shape::kSoftmax) {
+          outputs[i] = softmax_of(zs, qs);
+          outputs[i].resize(std::size_t(program_.planes - 1));
+        }
         if (program_.sinks[i].shape == Shape::kExponentials)
           for (std::size_t n = 0; n < zs.size(); ++n) outputs[i][n] = std::exp(zs[n] - outputs[i - 1][0]);
       }

@@ -68,6 +68,7 @@ struct Program {
   std::vector<Slot> loads, sinks;
   Reference reference;
   Reference term = nullptr;  // of a program with a mean over heads: what a call adds to it, in out[0]. The reference finds it behind its loads, -1 in other heads
+  int planes = 0;            // of partials of a RowSoftmax
 
   int halves() const { return pairing == Pairing::kHalves ? 2 : 1; }  // GEMM columns for each column of the result
   bool rotates() const { return pairing == Pairing::kHeadHalves || pairing == Pairing::kAdjacent; }
@@ -83,10 +84,15 @@ inline int width(Slot const& slot, Program const& program) {
   return own ? program.columns : slot.shape == Shape::kSelected || slot.shape == Shape::kSoftmax ? 2 : 1;
 }
 
+template <class P>
+constexpr int planes_of(decltype(P::kMaxPlanes)) { return P::kMaxPlanes; }
+template <class P>
+constexpr int planes_of(long) { return 0; }
+
 template <class P, std::size_t kLoads, std::size_t kSinks>
 Program row(char const* name, char const* layout, Slot const (&loads)[kLoads], Slot const (&sinks)[kSinks], Reference reference, Reference term = nullptr) {
   static_assert(kLoads == P::Loads::size && kSinks == P::Sinks::size, "a row must name every load and sink of its program, in order");
-  return {name, layout, kPairingOf<P>, P::kColumns, {loads, loads + kLoads}, {sinks, sinks + kSinks}, reference, term};
+  return {name, layout, kPairingOf<P>, P::kColumns, {loads, loads + kLoads}, {sinks, sinks + kSinks}, reference, term, planes_of<P>(0)};
 }
 
 template <class P, std::size_t kSinks>
@@ -139,8 +145,10 @@ inline void rope(double const* acc, double const* in, double* out, Rounding) {
   out[1] = a * sin + b * cos;
 }
 
+// rstd
+inline void lse_select(double const* acc, double const* in, double* out, Rounding) { out[0] = out[1] = out[2] = out[3] = out[4] = in[0] * acc[0]; }
 // rstd, bias, cap
-inline void lse_select(double const* acc, double const* in, double* out, Rounding) {
+inline void lse_select_general(double const* acc, double const* in, double* out, Rounding) {
   double const y = in[0] * acc[0], logit = y + in[1], t = std::tanh(logit / in[2]);
   out[0] = out[2] = in[2] * t;
   out[1] = out[3] = y * (1 - t * t);
@@ -178,6 +186,7 @@ inline std::vector<Program> const& programs() {
   Slot const preactivation{"preactivation", Shape::kTile}, product{"product", Shape::kHalfTile};
   Slot const dgate{"dgate", Shape::kFirstHalf}, dup{"dup", Shape::kSecondHalf}, row_dot{"row_dot", Shape::kRowPartial};
   Slot const cap{"cap", Shape::kScalar, 2.5}, picked{"picked", Shape::kSelected}, softmax{"softmax", Shape::kSoftmax};
+  Slot const logits{"logits", Shape::kTile}, exponentials{"exponentials", Shape::kExponentials};
   static std::vector<Program> const table = {
       row<Plain>("plain", "tn", {{"alpha", Shape::kScalar, 0.75}, bias}, {{"d", Shape::kTile}},
                  [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1]; }),
@@ -281,9 +290,12 @@ inline std::vector<Program> const& programs() {
                           {rstd, bias, {"gammas", Shape::kPerHeadColumn, 1, 0.1}, {"eps", Shape::kScalar, 0.01}, cosine, sine},
                           {{"y", Shape::kTile}, {"product", Shape::kTile}}, qknorm_rope, qknorm_term),
 
-      row<LseSelect>("lse_select", "tn", {rstd, bias, cap}, {picked, softmax}, lse_select),
-      row<LseSelectLogits>("lse_select_logits", "tn", {rstd, bias, cap}, {picked, softmax, {"logits", Shape::kTile}}, lse_select),
-      row<LseSelectExponentials>("lse_select_exponentials", "tn", {rstd, bias, cap}, {picked, softmax, {"exponentials", Shape::kExponentials}}, lse_select),
+      row<LseSelect>("lse_select", "tn", {rstd}, {picked, softmax}, lse_select),
+      row<LseSelectLogits>("lse_select_logits", "tn", {rstd}, {picked, softmax, logits}, lse_select),
+      row<LseSelectExponentials>("lse_select_exponentials", "tn", {rstd}, {picked, softmax, exponentials}, lse_select),
+      row<LseSelectGeneral>("lse_select_general", "tn", {rstd, bias, cap}, {picked, softmax}, lse_select_general),
+      row<LseSelectGeneralLogits>("lse_select_general_logits", "tn", {rstd, bias, cap}, {picked, softmax, logits}, lse_select_general),
+      row<LseSelectGeneralExponentials>("lse_select_general_exponentials", "tn", {rstd, bias, cap}, {picked, softmax, exponentials}, lse_select_general),
       row<DLogits>("dlogits", "tn",
                    {rstd, bias, cap, {"lse", Shape::kPerRow, 6, 0.1}, {"by_softmax", Shape::kPerRow, 1, 0.1}, {"by_all", Shape::kPerRow, 0.1, 0.01},
                     {"by_target", Shape::kPerRow, 1, 0.1}, {"target", Shape::kTarget}},

@@ -175,6 +175,7 @@ NORM_BACKWARD_128 = dataclasses.replace(PINGPONG_128, raster="m")
 #   8b: of 64 (1.05, 0.97), of 32 (1.05, 1.00)
 # From head.json, run 0: dlogits, of 32, 2048 tokens: 1b 1.08, 8b 1.01; lse_select with 128x192 spills (1b 1.98, 8b 1.37).
 SOFTMAX_128 = dataclasses.replace(PINGPONG_128, epilogue_n=64)
+SOFTMAX_192 = Config((128, 192, 64), (2, 1), "pingpong", epilogue_n=64)
 
 # The configurations for SM80, measured on 9.0 only (bench/results/sm80.json: times over the best plain SM80 kernel's). A warp's tile is 64 x 64, the largest
 # whose accumulators leave room for two sets of fragments. Two blocks of 128 x 128 on a multiprocessor: the epilogue of one runs under the products of the
@@ -227,10 +228,11 @@ def manifest() -> list[Kernel]:
     add("rstd_qknorm_rope", "RstdQkNormRope", rope, ("tn",), (ROPE_64, ROPE_128))
     add("rstd_rope_adjacent", "RstdRope<Pairing::kAdjacent>", rope, ("tn",), (PINGPONG_192, PINGPONG_128))
     loss = "programs/loss.hpp"
-    # The first three have the same one configuration: then the loss has the same bits whatever is stored beside.
-    add("lse_select", "LseSelect", loss, ("tn",), (SOFTMAX_128,))
-    add("lse_select_logits", "LseSelectLogits", loss, ("tn",), (SOFTMAX_128,))
-    add("lse_select_exponentials", "LseSelectExponentials", loss, ("tn",), (SOFTMAX_128,))
+    # Of three that differ in what they store each has the same one configuration: then the loss has the same bits whatever is stored beside.
+    for suffix in ("", "_logits", "_exponentials"):
+        stored = suffix.title().replace("_", "")
+        add(f"lse_select{suffix}", f"LseSelect{stored}", loss, ("tn",), (SOFTMAX_192,))
+        add(f"lse_select_general{suffix}", f"LseSelectGeneral{stored}", loss, ("tn",), (SOFTMAX_128,))
     add("dlogits", "DLogits", loss, ("tn",), (PINGPONG_128,))
     # Every one of them for SM80 too. The statistics of the loss have tiles of one width, whose rows are summed in the same order: the same bits again.
     for program, cpp, header, layout in dict.fromkeys((k.program, k.cpp, k.header, k.layout) for k in rows):

@@ -430,7 +430,9 @@ class _Gradients:
             self.dbias += logits.dbias
         if self.wants_dot:
             correction = _correction(self.rstd[s], logits.row_dot, self.x)
-        if need_x or need_norm:
+        if need_x and self.rstd is None:
+            _product_into(self.dx[s], dz, self.weight)
+        elif need_x or need_norm:
             arguments = dz, correction, self.x[s], self.norm_weight, (self.weight,), None
             dx, dnorm, _ = norm_gradient(*arguments, need_x, need_norm, (False,))
             if need_x:

@@ -318,13 +318,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_stats(at::Tensor const& x, 
 void lse_select(LseCall const& call, LseSelection& into) {
   if (use_eager(call.h)) return eager::lse_select(call, into);
   at::Tensor const selected = into.statistics.narrow(0, LseSelection::kPickedZ, 2), stored = into.stored;
-  Launch launch{"lse_select", call.h, call.w, {}, {call.rstd, call.bias, call.cap}, {selected, wanted_partials(call.h)}};
+  bool const general = get(call.bias) || call.cap > 0 || call.planes > LseSelect::kMaxPlanes;
+  Launch launch{"", call.h, call.w, {}, {call.rstd}, {selected, wanted_partials(call.h)}};
+  if (general) launch.loads.insert(launch.loads.end(), {call.bias, call.cap});
   launch.planes = call.planes, launch.target = call.target, launch.references = into.references;
   if (call.store != LogitStore::kNone) launch.sinks.push_back(stored);
+  auto const run_one = [&](auto without, char const* name_without, auto with, char const* name_with) {
+    launch.program = general ? name_with : name_without;
+    general ? run<decltype(with)>(launch) : run<decltype(without)>(launch);
+  };
   switch (call.store) {
-    case LogitStore::kNone: run<LseSelect>(launch); break;
-    case LogitStore::kLogits: launch.program = "lse_select_logits", run<LseSelectLogits>(launch); break;
-    case LogitStore::kExponentials: launch.program = "lse_select_exponentials", run<LseSelectExponentials>(launch); break;
+    case LogitStore::kNone: run_one(LseSelect{}, "lse_select", LseSelectGeneral{}, "lse_select_general"); break;
+    case LogitStore::kLogits: run_one(LseSelectLogits{}, "lse_select_logits", LseSelectGeneralLogits{}, "lse_select_general_logits"); break;
+    case LogitStore::kExponentials:
+      run_one(LseSelectExponentials{}, "lse_select_exponentials", LseSelectGeneralExponentials{}, "lse_select_general_exponentials");
+      break;
   }
   softmax_statistics(launch.sinks[1], into.statistics);
 }
@@ -336,9 +344,10 @@ LseSelection lse_select(LseCall const& call) {
   result.statistics.narrow(0, LseSelection::kPickedZ, 2).fill_(std::numeric_limits<double>::quiet_NaN());
   if (call.store != LogitStore::kNone) result.stored = empty_rows(call.h, stored_columns(n));
   if (call.store == LogitStore::kExponentials) result.references = at::empty({m, (n + kSoftmaxGroup - 1) / kSoftmaxGroup}, statistics);
-  // The kernels hold partials, a small part of what the logits would take. With 8192 rows and 128256 columns a launch of all of them holds 62 MiB, one of
-  // 2048 rows 15, in the same time but for a few per cent either way (bench/results/head.json, the forward in runs 1 to 3).
-  std::int64_t const rows = call.h.is_cpu() || !cuda::unsupported(call.h).empty() ? call.rows : std::min<std::int64_t>(16 * call.rows, 2048);
+  // The kernels hold partials, a small part of what the logits would take: of 2^28 logits 11 MiB.
+  constexpr std::int64_t kLaunch = std::int64_t(1) << 28, kTile = 128;
+  std::int64_t rows = call.rows;
+  if (!call.h.is_cpu() && cuda::unsupported(call.h).empty()) rows = std::min(16 * call.rows, std::max(kTile, kLaunch / std::max<std::int64_t>(n, 1) / kTile * kTile));
   for (std::int64_t begin = 0; begin < m; begin += rows) {
     std::int64_t const count = std::min(rows, m - begin);
     auto const part = [&](at::Tensor const& t, std::int64_t dim = 0) { return t.defined() ? t.narrow(dim, begin, count) : t; };

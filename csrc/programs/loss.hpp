@@ -15,6 +15,8 @@
 // (Milakov and Gimelshein, arXiv:1805.02867, for the running maximum; Gemma Team, arXiv:2408.00118, for the cap.)
 #pragma once
 
+#include <type_traits>
+
 #include "coda/functions.hpp"
 #include "coda/loads.hpp"
 #include "coda/sinks.hpp"
@@ -68,27 +70,37 @@ struct SoftmaxSums {
   CODA_HD Real lse() const { return (finite_or_zero(top) - Real(kExponentialShift) + log2_(sum)) * kLn2<Real>; }
 };
 
-// Of every row lse, and z and q of the target.
-template <class... Stores>
+// Of every row lse, and z and q of the target. kGeneral: with a bias, a cap and the totals, all of which may be absent. The kernels of the programs without
+// have registers for wider tiles.
+template <bool kGeneral, class... Stores>
 struct LseSelectInto {
   static constexpr int kColumns = 1;
-  using Loads = List<ColVector<>, RowVector<>, Scalar>;
+  static constexpr int kMaxPlanes = kGeneral ? 5 : 3;  // of RowSoftmax
+  using Loads = std::conditional_t<kGeneral, List<ColVector<>, RowVector<>, Scalar>, List<ColVector<>>>;
   using Sinks = List<RowSelect, RowSoftmax, Stores...>;
   enum In { kRstd, kBias, kCap };
   enum Out { kPickedZ, kPickedQ, kZ, kQ, kLogit };
 
   template <class Storage, class Real>
-  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[3], Real (&out)[OutputSlots<LseSelectInto>::count]) {
+  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[Loads::size], Real (&out)[OutputSlots<LseSelectInto>::count]) {
     Real const y = in[kRstd] * acc[0];
-    auto const z = capped(y + in[kBias], in[kCap]);
+    Real logit = y;
+    Capped<Real> z{y, Real(1)};
+    if constexpr (kGeneral) {
+      logit = y + in[kBias];
+      z = capped(logit, in[kCap]);
+    }
     out[kZ] = out[kPickedZ] = z.value;
     out[kQ] = out[kPickedQ] = y * z.slope;
-    if constexpr (OutputSlots<LseSelectInto>::count > kLogit) out[kLogit] = y + in[kBias];
+    if constexpr (OutputSlots<LseSelectInto>::count > kLogit) out[kLogit] = logit;
   }
 };
-using LseSelect = LseSelectInto<>;
-using LseSelectLogits = LseSelectInto<TileStore>;  // and the logits
-using LseSelectExponentials = LseSelectInto<Exponentials>;
+using LseSelect = LseSelectInto<false>;
+using LseSelectLogits = LseSelectInto<false, TileStore>;  // and the logits
+using LseSelectExponentials = LseSelectInto<false, Exponentials>;
+using LseSelectGeneral = LseSelectInto<true>;
+using LseSelectGeneralLogits = LseSelectInto<true, TileStore>;
+using LseSelectGeneralExponentials = LseSelectInto<true, Exponentials>;
 
 // Backward, with the product formed again. Stored: rstd g, per row S, and per column the sum of g, the bias's gradient.
 struct DLogits {

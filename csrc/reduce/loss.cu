@@ -11,9 +11,9 @@
 namespace coda::reduce {
 namespace {
 
-constexpr int kRowLanes = 8, kTileLanes = 32;
+constexpr int kRowLanes = 8, kTileLanes = 64;
 
-// A block has kRowLanes rows; lane y of a row takes the tiles y, y + kTileLanes, ... in turn, then the lanes are combined in order.
+// A block has kRowLanes rows; lane y of a row takes the tiles y, y + kTileLanes, ... in turn, then lanes y and y + stride are combined, stride by stride.
 __global__ void __launch_bounds__(kRowLanes* kTileLanes) finish_softmax_kernel(SoftmaxFinish p) {
   std::int64_t const row = std::int64_t(blockIdx.x) * kRowLanes + threadIdx.x;
   SoftmaxSums<float> sums{-INFINITY};
@@ -27,15 +27,20 @@ __global__ void __launch_bounds__(kRowLanes* kTileLanes) finish_softmax_kernel(S
     }
   }
   __shared__ float lanes[5][kTileLanes][kRowLanes];
-  float const own[] = {sums.top, sums.sum, sums.dot, totals[0], totals[1]};
-  for (int i = 0; i < 5; ++i) lanes[i][threadIdx.y][threadIdx.x] = own[i];
-  __syncthreads();
-  if (threadIdx.y != 0 || row >= p.m) return;
-  for (int y = 1; y < kTileLanes; ++y) {
-    auto const lane = [&](int i) { return lanes[i][y][threadIdx.x]; };
-    sums.add({lane(0), lane(1), lane(2)});
-    totals[0] += lane(3), totals[1] += lane(4);
+  for (int stride = kTileLanes; stride > 1; stride /= 2) {
+    if (threadIdx.y < stride) {
+      float const own[] = {sums.top, sums.sum, sums.dot, totals[0], totals[1]};
+      for (int i = 0; i < 5; ++i) lanes[i][threadIdx.y][threadIdx.x] = own[i];
+    }
+    __syncthreads();
+    if (threadIdx.y < stride / 2) {
+      auto const other = [&](int i) { return lanes[i][threadIdx.y + stride / 2][threadIdx.x]; };
+      sums.add({other(0), other(1), other(2)});
+      totals[0] += other(3), totals[1] += other(4);
+    }
+    __syncthreads();
   }
+  if (threadIdx.y != 0 || row >= p.m) return;
   p.lse[row] = sums.lse();
   if (p.planes > 2) p.mean_q[row] = sums.dot / sums.sum;
   if (p.planes > 3) p.total_z[row] = totals[0], p.total_q[row] = totals[1];
@@ -44,12 +49,28 @@ __global__ void __launch_bounds__(kRowLanes* kTileLanes) finish_softmax_kernel(S
 constexpr int kThreads = 256, kVector = 8;
 static_assert(kThreads * kVector == kGradientColumns);
 
-// A block has kGradientRows rows of kThreads * kVector columns; a thread adds up its columns. The rows are asked for kAhead at a time: each is written
-// where it was read, and a load behind a store would wait for it.
+// A block has kGradientRows rows of kThreads * kVector columns, a thread kVector of them. All rows of the last columns come first: those have just been
+// written, column by column, and are in the second-level cache in part; and the product that follows begins with the first ones.
+struct Place {
+  std::int64_t row_group, column_group;
+  __device__ Place() : row_group(blockIdx.x), column_group(gridDim.y - 1 - blockIdx.y) {}
+  __device__ std::int64_t row() const { return row_group * kGradientRows; }
+  __device__ std::int64_t column() const { return (column_group * kThreads + threadIdx.x) * kVector; }
+};
+
+__device__ void write_dbias(float* dbias, std::int64_t n, Place const& at, float const (&sums)[kVector]) {
+  if (dbias == nullptr) return;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j)
+    if (at.column() + j < n) dbias[at.row_group * n + at.column() + j] = sums[j];
+}
+
+// The rows are asked for kAhead at a time: each is written where it was read, and a load behind a store would wait for it.
 template <class T, bool kCap>
 __global__ void __launch_bounds__(kThreads) exponential_gradient_kernel(ExponentialGradient p) {
   constexpr int kAhead = 4;
-  std::int64_t const column = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector, begin = std::int64_t(blockIdx.y) * kGradientRows;
+  Place const at;
+  std::int64_t const column = at.column(), begin = at.row();
   if (column >= p.n) return;
   float dbias[kVector] = {};
   for (std::int64_t first = begin; first < begin + kGradientRows && first < p.m; first += kAhead) {
@@ -87,10 +108,7 @@ __global__ void __launch_bounds__(kThreads) exponential_gradient_kernel(Exponent
       store_vector(static_cast<T*>(p.values) + m * p.ld + column, e);
     }
   }
-  if (p.dbias == nullptr) return;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j)
-    if (column + j < p.n) p.dbias[blockIdx.y * p.n + column + j] = dbias[j];
+  write_dbias(p.dbias, p.n, at, dbias);
 }
 
 // The values of a row from `column` on, those from column n on 0; `whole`: rows lie so that they can be read by vectors.
@@ -106,7 +124,8 @@ __device__ void load_columns(T const* row, std::int64_t column, std::int64_t n, 
 
 template <class T, bool kCap>
 __global__ void __launch_bounds__(kThreads) kept_logit_gradient_kernel(KeptLogitGradient p, bool whole, bool whole_incoming) {
-  std::int64_t const column = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector, begin = std::int64_t(blockIdx.y) * kGradientRows;
+  Place const at;
+  std::int64_t const column = at.column(), begin = at.row();
   float bias[kVector] = {}, dbias[kVector] = {};
   if (p.bias != nullptr) load_columns(static_cast<T const*>(p.bias), column, p.n, false, bias);
   __shared__ float dots[kGradientRows][kThreads / 32];
@@ -138,16 +157,13 @@ __global__ void __launch_bounds__(kThreads) kept_logit_gradient_kernel(KeptLogit
     if (threadIdx.x < kGradientRows && begin + threadIdx.x < p.m) {
       float sum = 0;
       for (int w = 0; w < kThreads / 32; ++w) sum += dots[threadIdx.x][w];
-      p.dots[blockIdx.x * p.m + begin + threadIdx.x] = sum;
+      p.dots[at.column_group * p.m + begin + threadIdx.x] = sum;
     }
   }
-  if (p.dbias == nullptr) return;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j)
-    if (column + j < p.n) p.dbias[blockIdx.y * p.n + column + j] = dbias[j];
+  write_dbias(p.dbias, p.n, at, dbias);
 }
 
-dim3 grid_of(std::int64_t m, std::int64_t n) { return {unsigned(ceil_div(n, kGradientColumns)), unsigned(ceil_div(m, kGradientRows))}; }
+dim3 grid_of(std::int64_t m, std::int64_t n) { return {unsigned(ceil_div(m, kGradientRows)), unsigned(ceil_div(n, kGradientColumns))}; }
 
 template <class T>
 LaunchStatus launch(KeptLogitGradient const& p, void* stream) {
@@ -169,7 +185,7 @@ template <class Gradient>
 LaunchStatus launch_gradient(char const* name, Gradient const& args, void const* rows, std::int64_t ld, void* stream) {
   if (ld % kVector != 0 || ld < (args.n + kVector - 1) / kVector * kVector || reinterpret_cast<std::uintptr_t>(rows) % 16 != 0)
     return {name, "rows must be aligned to 16 bytes and have room for whole vectors"};
-  if (args.m > 65535 * kGradientRows) return {name, "more than 2^20 rows"};
+  if (args.n > 65535 * kGradientColumns) return {name, "more than 2^27 columns"};
   switch (args.dtype) {
     case DType::kBf16: return launch<__nv_bfloat16>(args, stream);
     case DType::kFp16: return launch<__half>(args, stream);

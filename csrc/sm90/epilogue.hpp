@@ -53,9 +53,10 @@ struct TileAtom<Config, Element, FlatAtom, true> {
   using type = typename PairedTile<Config, Element>::Atom;
 };
 
-template <class Config_, class Program, class Element_>
+template <class Config_, class Program_, class Element_>
 struct Context {
   using Config = Config_;
+  using Program = Program_;
   static constexpr int kColumns = Program::kColumns;
   static constexpr Pairing kPairing = kPairingOf<Program>;
   using Tile = Tiles<Config, kPairing>;
@@ -147,7 +148,7 @@ struct SinkNode<Context, ColPartial> {
 template <class Context>
 struct SinkNode<Context, RowSoftmax> {
   static_assert(Context::kPairing == Pairing::kNone, "a softmax over pairs has no node");
-  using Node = RowSoftmaxNode<typename Context::Config>;
+  using Node = RowSoftmaxNode<typename Context::Config, Context::Program::kMaxPlanes>;
   static typename Node::Arguments arguments(Resource const& r) {
     return {static_cast<float*>(r.data), r.ld, r.pair_stride, int(r.value), r.columns, static_cast<float*>(const_cast<void*>(r.second))};
   }

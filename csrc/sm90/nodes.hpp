@@ -118,6 +118,18 @@ struct VectorArguments {
   int64_t pair_stride = 0;  // kHalves: from the first half's first value to the second's
 };
 
+// A thread's values of a subtile from those of its columns in shared memory: both rows of an atom see the same two columns.
+template <int kFragment>
+CUTLASS_DEVICE Array<float, kFragment> read_columns(float const* values, int thread) {
+  Array<float, kFragment> result;
+  CUTLASS_PRAGMA_UNROLL
+  for (int v = 0; v < kFragment; v += 4) {
+    float2 const two = *reinterpret_cast<float2 const*>(values + fragment_column(thread, v));
+    result[v] = result[v + 2] = two.x, result[v + 1] = result[v + 3] = two.y;
+  }
+  return result;
+}
+
 // N values broadcast over rows: once a tile from global to shared memory, as fp32, and from there where they are used.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
 struct RowVectorNode : PlainNode<VectorArguments> {
@@ -148,16 +160,9 @@ struct RowVectorNode : PlainNode<VectorArguments> {
     CUTLASS_DEVICE bool begin_sync_needed() const { return params->data != nullptr; }
     template <class Acc, int kFragment>
     CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
+      if (params->data != nullptr) return read_columns<kFragment>(smem + epi_n * Config::kEpilogueN, geometry.thread);
       Array<float, kFragment> result;
-      if (params->data == nullptr) {
-        result.fill(float(kAbsent));
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kFragment; v += 4) {  // both rows of an atom see the same two columns
-          float2 const two = *reinterpret_cast<float2 const*>(smem + epi_n * Config::kEpilogueN + fragment_column(geometry.thread, v));
-          result[v] = result[v + 2] = two.x, result[v + 1] = result[v + 3] = two.y;
-        }
-      }
+      result.fill(float(kAbsent));
       return result;
     }
   };
@@ -204,17 +209,9 @@ struct HeadVectorNode : PlainNode<HeadVectorArguments> {
     CUTLASS_DEVICE bool inside(int epi_n) const { return begin_of(epi_n) < params->rotation.columns; }
     template <class Acc, int kFragment>
     CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
+      if (inside(epi_n)) return read_columns<kFragment>(smem + (begin_of(epi_n) < params->rotation.query_columns ? 0 : kHead), geometry.thread);
       Array<float, kFragment> result;
-      if (!inside(epi_n)) {
-        result.fill(float(kAbsent));
-        return result;
-      }
-      float const* values = smem + (begin_of(epi_n) < params->rotation.query_columns ? 0 : kHead);
-      CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < kFragment; v += 4) {  // both rows of an atom see the same two columns
-        float2 const two = *reinterpret_cast<float2 const*>(values + fragment_column(geometry.thread, v));
-        result[v] = result[v + 2] = two.x, result[v + 1] = result[v + 3] = two.y;
-      }
+      result.fill(float(kAbsent));
       return result;
     }
   };
@@ -710,11 +707,11 @@ struct SoftmaxArguments {
 
 // Online along the subtiles of a tile, of which each is a group. The maximum of a subtile is shared by the four threads of a row at once, since the
 // exponentials of all of them are relative to it; sums meet at the end of the tile.
-template <class Config>
+template <class Config, int kMaxPlanes>
 struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
   using Geometry = TileGeometry<Config, Pairing::kNone>;
   static_assert(Config::kEpilogueN == kSoftmaxGroup, "a subtile must be a group of columns");
-  static constexpr int kMaxPlanes = 5, kRows = 2 * Geometry::kSubtilesM;
+  static constexpr int kRows = 2 * Geometry::kSubtilesM;
   CUTLASS_HOST_DEVICE RowSoftmaxNode() {}
   CUTLASS_HOST_DEVICE RowSoftmaxNode(SoftmaxArguments const& p, SharedStorage const&) : params(&p) {}
   SoftmaxArguments const* params = nullptr;
@@ -734,31 +731,36 @@ struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
       }
     }
 
-    // The exponentials of z.
+    // The exponentials of z. Tiles at the right edge have a path of their own. Registers are scarce: z is not changed, since q may be the same.
     template <int kValues>
-    CUTLASS_DEVICE Array<float, kValues> put(Array<float, kValues> z, Array<float, kValues> const& q, int, int epi_m, int epi_n) {
+    CUTLASS_DEVICE Array<float, kValues> put(Array<float, kValues> const& z, Array<float, kValues> const& q, int, int epi_m, int epi_n) {
       static_assert(kValues == Geometry::kFragment, "a fragment must cover its subtile");
-      if (ragged) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kValues; ++v) z[v] = column_of(epi_n, v) < params->columns ? z[v] : -INFINITY;
-      }
+      return ragged ? exponentials<true>(z, q, epi_m, epi_n) : exponentials<false>(z, q, epi_m, epi_n);
+    }
+    template <bool kRagged, int kValues>
+    CUTLASS_DEVICE Array<float, kValues> exponentials(Array<float, kValues> const& z, Array<float, kValues> const& q, int epi_m, int epi_n) {
+      Array<float, kValues> result;
+      auto const counts = [&](int v) CUTLASS_LAMBDA_FUNC_INLINE { return !kRagged || column_of(epi_n, v) < params->columns; };
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2; ++i) {
         int const row = 2 * epi_m + i;
-        if (params->planes > 3) {
-          float totals[2] = {};
+        auto const for_row = [&](auto f) CUTLASS_LAMBDA_FUNC_INLINE {
           CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < kValues; ++v) {
-            if ((v / 2) % 2 != i || (ragged && column_of(epi_n, v) >= params->columns)) continue;
-            totals[0] += z[v], totals[1] += q[v];
+          for (int v = 0; v < kValues; ++v)
+            if ((v / 2) % 2 == i) f(v);
+        };
+        if constexpr (kMaxPlanes > 3) {
+          if (params->planes > 3) {
+            float totals[2] = {};
+            for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE {
+              if (counts(v)) totals[0] += z[v], totals[1] += q[v];
+            });
+            values[row][3] += totals[0], values[row][4] += totals[1];
           }
-          values[row][3] += totals[0], values[row][4] += totals[1];
         }
         SoftmaxSums<float> sums{values[row][0], values[row][1], values[row][2]};
-        float top = z[2 * i];
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kValues; ++v)
-          if ((v / 2) % 2 == i) top = fmaxf(top, z[v]);
+        float top = -INFINITY;
+        for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE { top = counts(v) ? fmaxf(top, z[v]) : top; });
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         sums.rescale(fmaxf(sums.top, top * kLog2E<float>));
@@ -768,20 +770,23 @@ struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
           int64_t const groups = (params->columns + kSoftmaxGroup - 1) / kSoftmaxGroup;
           params->references[m * groups + first / kSoftmaxGroup] = sums.top;
         }
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kValues; ++v) {
-          if ((v / 2) % 2 != i) continue;
-          z[v] = exp2_(fmaf(z[v], kLog2E<float>, base));
-          sums.sum += z[v];
-        }
+        auto const add = [&](auto with_dot) CUTLASS_LAMBDA_FUNC_INLINE {
+          for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE {
+            float const e = exp2_(fmaf(z[v], kLog2E<float>, base));
+            result[v] = counts(v) ? e : 0.0f;
+            sums.sum += result[v];
+            if constexpr (with_dot) sums.dot = fmaf(result[v], counts(v) ? q[v] : 0.0f, sums.dot);
+          });
+        };
+        // Branched over as a whole: where no dot is wanted, q need not be held.
         if (params->planes > 2) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < kValues; ++v)
-            if ((v / 2) % 2 == i) sums.dot = fmaf(z[v], q[v], sums.dot);
+          add(true_type{});
+        } else {
+          add(false_type{});
         }
         values[row][0] = sums.top, values[row][1] = sums.sum, values[row][2] = sums.dot;
       }
-      return z;
+      return result;
     }
     CUTLASS_DEVICE int column_of(int epi_n, int v) const { return geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, v)); }
     CUTLASS_DEVICE void end() {

@@ -36,6 +36,9 @@ PROGRAMS = (
     "lse_select",
     "lse_select_logits",
     "lse_select_exponentials",
+    "lse_select_general",
+    "lse_select_general_logits",
+    "lse_select_general_exponentials",
     "dlogits",
 )
 HALVES = ("rstd_swiglu", "rstd_swiglu_preactivation", "rstd_geglu", "rstd_geglu_preactivation")

@@ -274,10 +274,12 @@ def logit_gradients(p, factors, target, lse, z, y, slope, rstd):
 
 
 def lse_select(p):
-    store = {"lse_select": "none", "lse_select_logits": "logits", "lse_select_exponentials": "exponentials"}[p.program]
+    general, store = "_general" in p.program, p.program.replace("_general", "").removeprefix("lse_select").removeprefix("_") or "none"
     factors = factors_of(p)
     for i, (rstd, w, b, cap, target, y, logits, z, slope) in enumerate(rows_of_head(p)):
-        v, q, dots, totals = w.shape[0], y * slope, i != 1, i > 1 and b is None
+        if not general and (b is not None or cap):
+            continue
+        v, q, dots, totals = w.shape[0], y * slope, i != 1, general and b is None
         inside = (target >= 0) & (target < v)
         index = target.clamp(0, v - 1).unsqueeze(1)
         lse = torch.logsumexp(z, 1)
@@ -342,9 +344,7 @@ PROGRAMS = {
     "rstd_rope": rstd_rope,
     "rstd_rope_adjacent": rstd_rope,
     "rstd_qknorm_rope": rstd_qknorm_rope,
-    "lse_select": lse_select,
-    "lse_select_logits": lse_select,
-    "lse_select_exponentials": lse_select,
+    **{f"lse_select{general}{stored}": lse_select for general in ("", "_general") for stored in ("", "_logits", "_exponentials")},
     "dlogits": dlogits,
     **{f"rstd_{unit}{suffix}": rstd_glu for unit in ("swiglu", "geglu") for suffix in ("", "_preactivation")},
     **{f"d{unit}": dglu for unit in ("swiglu", "geglu")},

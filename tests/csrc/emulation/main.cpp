@@ -377,10 +377,13 @@ void all(std::string const& config, bool everything) {
   check<RstdQkNormRope, Config, Layout::kTN>(name("rstd_qknorm_rope"), {heads[0]});
   std::vector<Shape> const classes = {{136, 264, 72, 0, 0, 3}, {1, 8, 8}, {30, 552, 40, 0, 0, 7}, {16, 320, 72}};
   check<LseSelectExponentials, Config, Layout::kTN>(name("lse_select_exponentials"), classes);
+  check<LseSelectGeneralExponentials, Config, Layout::kTN>(name("lse_select_general_exponentials"), classes);
   check<DLogits, Config, Layout::kTN>(name("dlogits"), classes);
   if (!everything) return;
   check<LseSelect, Config, Layout::kTN>(name("lse_select"), classes);
   check<LseSelectLogits, Config, Layout::kTN>(name("lse_select_logits"), classes);
+  check<LseSelectGeneral, Config, Layout::kTN>(name("lse_select_general"), classes);
+  check<LseSelectGeneralLogits, Config, Layout::kTN>(name("lse_select_general_logits"), classes);
   check<Plain, Config, Layout::kNN>(name("plain nn"), {{136, 264, 72}, {1, 8, 8}});
   check<Plain, Config, Layout::kNT>(name("plain nt"), {{136, 264, 72}, {8, 8, 8}});
   check<Plain, Config, Layout::kTN>(name("plain tn, split K"), {{136, 264, 200, 0, 0, 0, 3}, {8, 136, 64, 0, 0, 0, 5}});
