@@ -154,10 +154,16 @@ inline void lse_select_general(double const* acc, double const* in, double* out,
   out[1] = out[3] = y * (1 - t * t);
   out[4] = logit;
 }
-// also lse, by_softmax, by_all, by_target, and whether this is the target
+// rstd, lse, by_softmax, by_all, by_target, and whether this is the target
 inline void dlogits(double const* acc, double const* in, double* out, Rounding) {
-  double const y = in[0] * acc[0], t = std::tanh((y + in[1]) / in[2]);
-  double const g = (in[4] * std::exp(in[2] * t - in[3]) - in[5] - in[6] * in[7]) * (1 - t * t);
+  double const y = in[0] * acc[0], g = in[2] * std::exp(y - in[1]) - in[3] - in[4] * in[5];
+  out[0] = in[0] * g;
+  out[1] = g * y;
+}
+// also bias, cap
+inline void dlogits_general(double const* acc, double const* in, double* out, Rounding) {
+  double const y = in[0] * acc[0], t = std::tanh((y + in[6]) / in[7]);
+  double const g = (in[2] * std::exp(in[7] * t - in[1]) - in[3] - in[4] * in[5]) * (1 - t * t);
   out[0] = in[0] * g;
   out[1] = g * y;
   out[2] = g;
@@ -186,7 +192,9 @@ inline std::vector<Program> const& programs() {
   Slot const preactivation{"preactivation", Shape::kTile}, product{"product", Shape::kHalfTile};
   Slot const dgate{"dgate", Shape::kFirstHalf}, dup{"dup", Shape::kSecondHalf}, row_dot{"row_dot", Shape::kRowPartial};
   Slot const cap{"cap", Shape::kScalar, 2.5}, picked{"picked", Shape::kSelected}, softmax{"softmax", Shape::kSoftmax};
-  Slot const logits{"logits", Shape::kTile}, exponentials{"exponentials", Shape::kExponentials};
+  Slot const logits{"logits", Shape::kTile}, exponentials{"exponentials", Shape::kExponentials}, dz{"dz", Shape::kTile};
+  Slot const lse{"lse", Shape::kPerRow, 6, 0.1}, by_softmax{"by_softmax", Shape::kPerRow, 1, 0.1}, by_all{"by_all", Shape::kPerRow, 0.1, 0.01};
+  Slot const by_target{"by_target", Shape::kPerRow, 1, 0.1}, target{"target", Shape::kTarget};
   static std::vector<Program> const table = {
       row<Plain>("plain", "tn", {{"alpha", Shape::kScalar, 0.75}, bias}, {{"d", Shape::kTile}},
                  [](double const* acc, double const* in, double* out, Rounding) { out[0] = in[0] * acc[0] + in[1]; }),
@@ -296,10 +304,9 @@ inline std::vector<Program> const& programs() {
       row<LseSelectGeneral>("lse_select_general", "tn", {rstd, bias, cap}, {picked, softmax}, lse_select_general),
       row<LseSelectGeneralLogits>("lse_select_general_logits", "tn", {rstd, bias, cap}, {picked, softmax, logits}, lse_select_general),
       row<LseSelectGeneralExponentials>("lse_select_general_exponentials", "tn", {rstd, bias, cap}, {picked, softmax, exponentials}, lse_select_general),
-      row<DLogits>("dlogits", "tn",
-                   {rstd, bias, cap, {"lse", Shape::kPerRow, 6, 0.1}, {"by_softmax", Shape::kPerRow, 1, 0.1}, {"by_all", Shape::kPerRow, 0.1, 0.01},
-                    {"by_target", Shape::kPerRow, 1, 0.1}, {"target", Shape::kTarget}},
-                   {{"dz", Shape::kTile}, row_dot, {"dbias", Shape::kColPartial}}, dlogits),
+      row<DLogits>("dlogits", "tn", {rstd, lse, by_softmax, by_all, by_target, target}, {dz, row_dot}, dlogits),
+      row<DLogitsGeneral>("dlogits_general", "tn", {rstd, lse, by_softmax, by_all, by_target, target, bias, cap}, {dz, row_dot, {"dbias", Shape::kColPartial}},
+                          dlogits_general),
   };
   return table;
 }

@@ -93,7 +93,9 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = 
     chunk = x[:2048]
     head, labels = new(preset.vocabulary, d, scale=d**-0.5), torch.arange(chunk.shape[0], device=device) * 31 % preset.vocabulary
     logits, lse, factors = new(chunk.shape[0], preset.vocabulary), torch.full((chunk.shape[0],), 12.0, device=device), torch.ones(3, chunk.shape[0], device=device)
-    select = lambda store: ops.lse_select(chunk, None, head, None, labels, 0.0, False, False, store, chunk.shape[0])
+    references = torch.empty(chunk.shape[0], -(-preset.vocabulary // 64), device=device)
+    select = lambda want_logits, cap=0.0: ops.lse_select(chunk, None, head, None, labels, cap, False, want_logits, chunk.shape[0])
+    exponentials = lambda cap=0.0: ops.exponentials_into_(logits, references, None, chunk, None, head, None, labels, cap, False, False, chunk.shape[0])
     chunk_logits = lambda: torch.mm(chunk, head.t(), out=logits)
     loss = lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t, reduction="none")
 
@@ -164,10 +166,14 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = 
                 lambda: torch.mm(x, w_down, out=narrow)),
         Problem("layer_norm_backward", "gate-up dgrad", "nn",
                 lambda: ops.layer_norm_backward(z, w, x, g, g, rstd, mean, correction, correction, res, True, True), lambda: torch.mm(z, w, out=one)),
-        Problem("lse_select", "head", "tn", lambda: select("none"), chunk_logits, loss, (chunk, head, labels)),
-        Problem("lse_select_logits", "head", "tn", lambda: select("logits"), chunk_logits),
-        Problem("lse_select_exponentials", "head", "tn", lambda: select("exponentials"), chunk_logits),
+        Problem("lse_select", "head", "tn", lambda: select(False), chunk_logits, loss, (chunk, head, labels)),
+        Problem("lse_select_logits", "head", "tn", lambda: select(True), chunk_logits),
+        Problem("lse_select_exponentials", "head", "tn", exponentials, chunk_logits),
+        Problem("lse_select_general", "head, softcap", "tn", lambda: select(False, 30.0), chunk_logits),
+        Problem("lse_select_general_logits", "head, softcap", "tn", lambda: select(True, 30.0), chunk_logits),
+        Problem("lse_select_general_exponentials", "head, softcap", "tn", lambda: exponentials(30.0), chunk_logits),
         Problem("dlogits", "head", "tn", lambda: ops.dlogits(chunk, None, head, None, labels, lse, factors, 0.0, False), chunk_logits),
+        Problem("dlogits_general", "head, softcap", "tn", lambda: ops.dlogits(chunk, None, head, None, labels, lse, factors, 30.0, False), chunk_logits),
         Problem("plain", "gate-up", "tn", lambda: ops.gemm(x, w.t()), gate_up),
         Problem("plain", "gate-up dgrad", "nn", lambda: ops.gemm(z, w), lambda: torch.mm(z, w, out=one)),
         Problem("plain", "gate-up wgrad", "nt", lambda: ops.gemm(z.t(), x), lambda: torch.mm(z.t(), x, out=dw)),

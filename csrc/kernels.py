@@ -159,21 +159,30 @@ COOPERATIVE_256_LOADS = dataclasses.replace(COOPERATIVE_256, epilogue_n=16, stag
 # stages (1.17, 1.15); 128x192 with one of 16.
 DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2, rate=0.97)
 DSWIGLU_128_DEEP = dataclasses.replace(DSWIGLU_128, stages_load=1, rate=1.0, min_k=3072, tag="l1")
+# Beside the gradient of an activation with several kinds, sums of rows and of columns, 128 accumulators leave few registers. 64x128 and 128x128:
+#   dact (1.33, 1.27), (1.53, 1.20)   dact_layer (1.89, 1.41), (3.37, 1.93), cooperative (1.89, 1.45); 128x64 (1.98, 1.56)
+DACT_64 = Config((64, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=4, stages_store=2, rate=0.95)
+DACT_128 = dataclasses.replace(DSWIGLU_128, min_k=3072)
 # Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width. 128x192 with a
 # subtile of 64 spills: it takes 1.3 times as long at 1b.
 ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
 ROPE_64 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=64, stages_store=2, tag="r64")
 ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_store=2, tag="r128")
 
+# Neighbours turn in a subtile of any width. Each waits once for its tables: (1.34, 1.08) with a wide one, (1.51, 1.04) with a narrow one; 128x192 spills (1.67, 1.11).
+ROPE_ADJACENT_64 = dataclasses.replace(PINGPONG_128, epilogue_n=64, tag="e64")
+ROPE_ADJACENT_32 = dataclasses.replace(PINGPONG_128, rate=1.0, min_k=3072)
+
 # Its operand from the left is the wide one (twice the feed-forward width), so tiles of one column follow each other: (1.019, 1.019) for gate-up
 # against (1.042, 1.049) the other way (bench/results/tuning.json).
 NORM_BACKWARD_128 = dataclasses.replace(PINGPONG_128, raster="m")
 
 # A subtile is a group of columns that have a reference (sinks.hpp): there are few steps from subtile to subtile, and few maxima to find, with wide ones.
-# 8192 and 2048 tokens, 128256 classes, over torch.mm's time (bench/results/tuning.json, run 9):
-#   lse_select_exponentials, 1b: subtiles of 64 (1.03, 1.08), of 32 (1.22, 1.24), of those with one or four of stores (1.35, 1.30), (1.17, 1.23)
-#   8b: of 64 (1.05, 0.97), of 32 (1.05, 1.00)
-# From head.json, run 0: dlogits, of 32, 2048 tokens: 1b 1.08, 8b 1.01; lse_select with 128x192 spills (1b 1.98, 8b 1.37).
+# 8192 tokens, launches of 2048, 128256 classes, over torch.mm's time (bench/results/tuning.json, runs 9 and 10):
+#   lse_select_exponentials, subtiles of 64: 128x192 (1.00, 1.01), 128x128 (1.05, 1.05); 128x128 with subtiles of 32 (1.22, 1.05)
+#   lse_select: 128x192 (0.99, 1.00), 128x128 (1.01, 1.03); with no epilogue to speak of 128x192 is no faster
+# 192 columns take all registers, so a bias, a cap and totals are left to programs of their own; with them 128x192 spills (lse_select 1.98, 1.37). dlogits
+# with 128x192 would spill, too.
 SOFTMAX_128 = dataclasses.replace(PINGPONG_128, epilogue_n=64)
 SOFTMAX_192 = Config((128, 192, 64), (2, 1), "pingpong", epilogue_n=64)
 
@@ -214,9 +223,8 @@ def manifest() -> list[Kernel]:
     add("dgeglu", "DGlu<Gelu>", glu, ("nn",), (DSWIGLU_128,))
     activation = "programs/activation.hpp"
     add("rstd_act", "RstdAct", activation, ("tn",), (PINGPONG_128,))
-    add("dact", "DAct", activation, ("nn",), (DSWIGLU_128,))
-    # LayerNorm's three have no measurements yet: dact_layer, residual_moments, layer_norm_backward.
-    add("dact_layer", "DActLayer", activation, ("nn",), (PINGPONG_128,))
+    add("dact", "DAct", activation, ("nn",), (DACT_64, DACT_128))
+    add("dact_layer", "DActLayer", activation, ("nn",), (DACT_64,))
     norm = "programs/norm.hpp"
     add("rstd", "RstdLinear", norm, ("tn",), (PINGPONG_192, PINGPONG_128))
     add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128, COOPERATIVE_256_LOADS))
@@ -226,7 +234,7 @@ def manifest() -> list[Kernel]:
     rope = "programs/rope.hpp"
     add("rstd_rope", "RstdRope<Pairing::kHeadHalves>", rope, ("tn",), (ROPE_32, ROPE_64, ROPE_128))
     add("rstd_qknorm_rope", "RstdQkNormRope", rope, ("tn",), (ROPE_64, ROPE_128))
-    add("rstd_rope_adjacent", "RstdRope<Pairing::kAdjacent>", rope, ("tn",), (PINGPONG_192, PINGPONG_128))
+    add("rstd_rope_adjacent", "RstdRope<Pairing::kAdjacent>", rope, ("tn",), (ROPE_ADJACENT_64, ROPE_ADJACENT_32))
     loss = "programs/loss.hpp"
     # Of three that differ in what they store each has the same one configuration: then the loss has the same bits whatever is stored beside.
     for suffix in ("", "_logits", "_exponentials"):
@@ -234,6 +242,7 @@ def manifest() -> list[Kernel]:
         add(f"lse_select{suffix}", f"LseSelect{stored}", loss, ("tn",), (SOFTMAX_192,))
         add(f"lse_select_general{suffix}", f"LseSelectGeneral{stored}", loss, ("tn",), (SOFTMAX_128,))
     add("dlogits", "DLogits", loss, ("tn",), (PINGPONG_128,))
+    add("dlogits_general", "DLogitsGeneral", loss, ("tn",), (PINGPONG_128,))
     # Every one of them for SM80 too. The statistics of the loss have tiles of one width, whose rows are summed in the same order: the same bits again.
     for program, cpp, header, layout in dict.fromkeys((k.program, k.cpp, k.header, k.layout) for k in rows):
         configs = SQUARE, WIDE_FROM_4096 if program in ("residual_sqsum", "rstd_swiglu", "rstd_swiglu_preactivation") else WIDE, SMALL

@@ -24,6 +24,7 @@ from coda.ops._common import (
     check_vector,
     check_weights,
     fake,
+    joined,
     main_grad,
     mark_added_to_main_grad,
     needs_grad,
@@ -36,6 +37,8 @@ from coda.ops.norm import NormStats, norm_gradient, norm_statistics
 REDUCTIONS = ("mean", "sum", "none")
 CHUNK_BYTES = 512 * 2**20
 _TILE = 128  # rows of a GEMM's tile: whole ones, where a chunk has that many
+_GROUP = 64  # columns that have a reference, kSoftmaxGroup in csrc/coda/sinks.hpp
+_LEAD = 2048  # rows of the weight's gradient that hold no exponentials, see _places_within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,17 +279,23 @@ class _Statistics(NamedTuple):
         return factors[0] * (mean if self.share is None else mean * self.share) - factors[1] * total - factors[2] * picked
 
 
-def _select(h, rstd, weight, bias, target, inside, options, store, rows, dots) -> tuple[_Statistics, Tensor, Tensor]:
-    """The statistics of the logits of h, and what `store` asks for. rows: how many of logits may be held at a time."""
-    totals = bool(options.label_smoothing)
-    arguments = h, rstd, weight, bias, target, options.softcap or 0.0, dots, totals, store, rows
-    columns, stored, references = torch.ops.coda.lse_select(*arguments)
-    lse, picked, total, share = columns[0], columns[1], columns[4], None
-    if inside is not None:
-        lse, picked, total = options.shard.combined(lse, picked.masked_fill(~inside, 0), total, inside)
-        share = torch.exp(columns[0] - lse)
-        columns = torch.cat((lse.unsqueeze(0), columns[1:]))
-    return _Statistics(lse, picked, total, columns, share), stored, references
+def _over_ranks(columns: Tensor, inside: Tensor | None, options: _Options) -> _Statistics:
+    lse, picked, total = columns[0], columns[1], columns[4]
+    if inside is None:
+        return _Statistics(lse, picked, total, columns, None)
+    lse, picked, total = options.shard.combined(lse, picked.masked_fill(~inside, 0), total if options.label_smoothing else None, inside)
+    return _Statistics(lse, picked, total, torch.cat((lse.unsqueeze(0), columns[1:])), torch.exp(columns[0] - lse))
+
+
+def _over_blocks(columns: list[Tensor], starts: list[int], target: Tensor) -> Tensor:
+    """`columns` of all classes from those of blocks of classes that begin at `starts`."""
+    picked = columns[0][1:3]
+    for some, start in zip(columns[1:], starts[1:]):
+        picked = torch.where(target >= start, some[1:3], picked)  # of the block that has the target, or NaN
+    every = torch.stack(columns)
+    lse = torch.logsumexp(every[:, 0], 0)
+    share = torch.exp(every[:, 0] - lse)
+    return torch.cat((lse.unsqueeze(0), picked, (share * every[:, 3]).sum(0, keepdim=True), every[:, 4:].sum(0)))
 
 
 def _factors(lse, inside, loss_weight, lse_weight, classes, options) -> Tensor:
@@ -310,6 +319,43 @@ class _LogitGradient(NamedTuple):
     dbias: Tensor | None
 
 
+class _Exponentials:
+    """What the gradient of the logits of rows h is formed from, in its place: their exponentials (csrc/programs/loss.hpp). places: blocks of classes, and
+    where theirs are, [rows, the block's classes and up to 7 more]. room: flat memory for their references, and workspace for what launches leave behind,
+    both in float32, if there is enough of it; or None."""
+
+    def __init__(self, places, room, workspace, h, rstd, weight, bias, target, inside, options, dots):
+        self.places, self.rstd, self.softcap = places, rstd, options.softcap or 0.0
+        self.targets = [target - s.start if s.start else target for s, _ in places]
+        rows, groups = h.shape[0], [-(-(s.stop - s.start) // _GROUP) for s, _ in places]
+        if room is None or room.numel() < rows * sum(groups):
+            room = h.new_empty((rows * sum(groups),), dtype=statistics_dtype(h))
+        self.references = [t.view(rows, g) for t, g in zip(room[: rows * sum(groups)].split([rows * g for g in groups]), groups)]
+        columns = []
+        for (s, place), references, labels in zip(places, self.references, self.targets):
+            arguments = h, rstd, weight[s], None if bias is None else bias[s], labels, self.softcap, dots, bool(options.label_smoothing), rows
+            columns.append(torch.ops.coda.exponentials_into_(place, references, workspace, *arguments))
+        self.statistics = _over_ranks(_over_blocks(columns, [s.start for s, _ in places], target), inside, options)
+
+    def gradient(self, factors, want_dbias) -> tuple[list[tuple[slice, Tensor]], Tensor | None]:
+        """rstd times the gradient of the logits, by blocks, and its sum over rows."""
+        dbias = []
+        for (s, place), references, labels in zip(self.places, self.references, self.targets):
+            arguments = self.statistics.columns, factors, labels, self.rstd, s.stop - s.start, self.softcap, want_dbias
+            dbias.append(torch.ops.coda.exponential_gradient_(place, references, *arguments))
+        return [(s, place[:, : s.stop - s.start]) for s, place in self.places], joined(dbias) if want_dbias else None
+
+
+def _flat(t: Tensor | None) -> Tensor | None:
+    """The memory of t, contiguous, in float32 (float64); None where torch does not let it be seen so."""
+    if t is None or torch.compiler.is_compiling():
+        return None
+    wide = statistics_dtype(t)
+    if any(size * t.element_size() % wide.itemsize for size in (t.numel(), t.storage_offset())):
+        return None
+    return t.view(-1).view(wide)
+
+
 def _gradient_of_kept(logits, incoming, lse, target, factors, rstd, bias, options, want_dbias, want_dot) -> _LogitGradient:
     """From logits as they were kept, with the gradient that arrives at them. target: column numbers, those of other columns too."""
     arguments = logits, incoming, target, lse, factors, rstd, bias, options.softcap or 0.0, want_dbias, want_dot
@@ -323,13 +369,13 @@ def _chunks(tokens: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
-def _mean_weight(counted: Tensor, lse: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """1 / the number of rows that count, as a quotient (m, p) = m / p, and None for 1.
+def _mean_weight(count: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """1 / `count`, or 1 for no rows, as a quotient (m, p) = m / p, and None for 1.
 
     The gradients that the forward forms have the factor m, and p is divided out later. In float16, where they would underflow with m = 1 / count, m is in
     (1/2, 1] and p a power of two, by which nothing is rounded.
     """
-    count = counted.sum().clamp(min=1).to(lse.dtype)
+    count = count.clamp(min=1).to(statistics_dtype(x))
     if x.dtype != torch.float16:
         return 1 / count, None
     mantissa = 2 * torch.frexp(count)[0]
@@ -340,47 +386,51 @@ def _forward(x, h, rstd, norm_weight, weight, bias, target, inside, counted, opt
     """(loss, logits or an empty tensor, lse, the gradients of a loss that is a scalar, if `needs` says of what)"""
     wide, tokens = statistics_dtype(x), x.shape[0]
     h = x if h is None else h
-    losses, lse = (x.new_empty((tokens,), dtype=wide) for _ in range(2))
     kept = x.new_empty((0,))
-    sums = None
-    if needs is not None:
-        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk and not _stays_wide(weight), options.shard)
-        factor = _mean_weight(counted, lse, x)[0] if options.reduction == "mean" else 1
-        loss_weight = counted.to(wide) * factor
     smoothing, width = options.label_smoothing, _classes(weight.shape[0], options)
     # Exponentials do not tell z of the smallest, which only the gradient of smoothing behind a cap would want.
     again = bool(smoothing) and options.softcap is not None
-    store = "exponentials" if sums is not None and not again else "logits" if options.keep_logits else "none"
-    for s in [slice(0, tokens)] if sums is None else _chunks(tokens, chunk):
+    by_exponentials = needs is not None and not again
+    sums = None
+    count = counted.sum() if options.reduction == "mean" else None
+    if needs is not None:
+        sums = _Gradients(x, rstd, norm_weight, weight, bias, needs, tokens <= chunk and not _stays_wide(weight), options.shard)
+        loss_weight = counted.to(wide) if count is None else counted * _mean_weight(count, x)[0]
+        factors_of = lambda s, lse: _factors(lse, None if inside is None else inside[s], loss_weight[s], None, width, options)
+        if not options.z_loss:  # then they do not depend on lse
+            of_all_rows = factors_of(slice(None), None)
+            factors_of = lambda s, lse: of_all_rows[:, s]
+    every = []
+    within = by_exponentials and sums.single and needs[2] and _fits_within(weight, tokens)
+    if within:
+        every.append(_form_within_gradient(sums, h, bias, target, inside, options, factors_of))
+    for s in [] if within else [slice(0, tokens)] if sums is None else _chunks(tokens, chunk):
+        if by_exponentials:
+            every.append(_form_chunk(sums, s, h, bias, target, inside, options, factors_of))
+            continue
         at, here = None if rstd is None else rstd[s], None if inside is None else inside[s]
-        dots = sums is not None and sums.wants_dot and not again
-        found, stored, references = _select(h[s], at, weight, bias, target[s], here, options, store, chunk, dots)
-        lse[s] = found.lse
-        losses[s] = found.lse - (1 - smoothing) * found.picked
-        if smoothing:
-            losses[s] -= found.total * (smoothing / width)
-        if options.z_loss:
-            losses[s] += options.z_loss * found.lse.square()
+        arguments = h[s], at, weight, bias, target[s], options.softcap or 0.0, bool(smoothing), options.keep_logits, chunk
+        columns, logits = torch.ops.coda.lse_select(*arguments)
+        found = _over_ranks(columns, here, options)
+        every.append(found)
         if options.keep_logits:
             # Not a view of all of it: Dynamo loses the gradient of such an output (torch 2.11).
-            kept = stored if stored.shape[1] == weight.shape[0] else stored[:, : weight.shape[0]].contiguous()
-        if sums is None:
-            continue
-        factors = _factors(found.lse, here, loss_weight[s], None, width, options)
-        if again:
-            gradient = _formed_again(h[s], weight, found.lse, target[s], factors, at, bias, options, sums.needs[3], sums.wants_dot)
-        else:
-            dbias = torch.ops.coda.exponential_gradient_(
-                stored, references, found.columns, factors, target[s], at, weight.shape[0], options.softcap or 0.0, sums.needs[3]
-            )
-            dot = found.row_dot(factors, here) if dots else None
-            gradient = _LogitGradient(stored[:, : weight.shape[0]], dot, dbias if sums.needs[3] else None)
-        sums.add(s, h[s], gradient)
-        del stored, references, gradient  # before the next are made
+            kept = logits if logits.shape[1] == weight.shape[0] else logits[:, : weight.shape[0]].contiguous()
+        if sums is not None:
+            factors = factors_of(s, found.lse)
+            arguments = found.lse, target[s], factors, at, bias, options, sums.needs[3], sums.wants_dot
+            sums.add(s, h[s], _formed_again(h[s], weight, *arguments))
+    every_row = lambda i: torch.cat([f[i] for f in every]) if every else x.new_empty((0,), dtype=wide)
+    lse, picked = every_row(0), every_row(1)
+    losses = lse - (1 - smoothing) * picked
+    if smoothing:
+        losses = losses - every_row(2) * (smoothing / width)
+    if options.z_loss:
+        losses = losses + options.z_loss * lse.square()
     losses = losses.masked_fill(~counted, 0)  # not in place: Dynamo loses the gradient of an output that was (torch 2.11)
     loss = losses
     if options.reduction != "none":
-        loss = losses.sum() if options.reduction == "sum" else losses.sum() / counted.sum()
+        loss = losses.sum() if count is None else losses.sum() / count
     return loss, kept, lse, None if sums is None else sums.result()
 
 
@@ -398,6 +448,13 @@ def _formed_again(h, weight, lse, target, factors, rstd, bias, options, want_dbi
 def _correction(rstd: Tensor | None, row_dot: Tensor | None, x: Tensor) -> Tensor | None:
     """The factor of x in its gradient behind a norm."""
     return None if rstd is None else rstd.square() * row_dot / max(x.shape[1], 1)
+
+
+def _through_norm(dn: Tensor, correction: Tensor | None, x: Tensor, norm_weight: Tensor | None, need_norm: bool) -> tuple[Tensor, Tensor | None]:
+    """(dx, dnorm_weight) in dn's dtype, the first in its place, from dn, the gradient of the norm's output over rstd. Without a correction there is no norm."""
+    dnorm = (dn * x).sum(0) if need_norm else None
+    dx = dn if norm_weight is None else dn.mul_(norm_weight)
+    return (dx if correction is None else dx.addcmul_(correction.unsqueeze(1), x.to(dn.dtype), value=-1)), dnorm
 
 
 class _Gradients:
@@ -458,6 +515,76 @@ class _Gradients:
         return dx, dnorm, self.dweight, self.dbias
 
 
+def _fits_within(weight: Tensor, tokens: int) -> bool:
+    """Whether `_form_within_gradient` has anything to save: there are more tokens than weight has columns, and more classes than it sets aside."""
+    classes, d = weight.shape
+    if torch.compiler.is_compiling() or weight.dtype != torch.bfloat16:  # a graph for any number of tokens must not ask for it
+        return False
+    return d % 8 == 0 and 4 * tokens >= 5 * d and classes >= 8 * _LEAD
+
+
+def _places_within(dweight: Tensor, tokens: int) -> list[tuple[slice, Tensor]]:
+    """Blocks of classes, and the places of their exponentials [tokens, width]: one behind the other in the memory of dweight, from its row _LEAD on, and of
+    the last block in memory of its own.
+
+    If the blocks are taken in turn, the rows of dweight that are the product of one lie where nothing was, or only exponentials of blocks before it: of
+    those there are more, the more tokens there are, so blocks grow.
+    """
+    classes, d = dweight.shape
+    places, flat, row, free = [], dweight.view(-1), 0, _LEAD
+    while width := min(free - row, (classes - free) * d // tokens) // _GROUP * _GROUP:
+        places.append((slice(row, row + width), flat[free * d : free * d + tokens * width].view(tokens, width)))
+        row, free = row + width, free + -(-tokens * width // d)
+    places.append((slice(row, classes), dweight.new_empty((tokens, -(-(classes - row) // 8) * 8))))
+    return places
+
+
+def _form_chunk(sums: _Gradients, s: slice, h, bias, target, inside, options, factors_of) -> _Statistics:
+    """The statistics of the rows s, and what they add to `sums`. What is held in between is free when this returns."""
+    weight, here = sums.weight, None if inside is None else inside[s]
+    place = h.new_empty((s.stop - s.start, -(-weight.shape[0] // 8) * 8))
+    workspace = _flat(None if sums.dx is None else sums.dx[s])  # whose turn comes later
+    arguments = h[s], None if sums.rstd is None else sums.rstd[s], weight, bias, target[s], here, options, sums.wants_dot
+    formed = _Exponentials([(slice(0, weight.shape[0]), place)], None, workspace, *arguments)
+    found = formed.statistics
+    factors = factors_of(s, found.lse)
+    [(_, dz)], dbias = formed.gradient(factors, sums.needs[3])
+    sums.add(s, h[s], _LogitGradient(dz, found.row_dot(factors, here) if sums.wants_dot else None, dbias))
+    return found
+
+
+def _form_within_gradient(sums: _Gradients, h, bias, target, inside, options, factors_of) -> _Statistics:
+    """The statistics of all rows at once, and `sums` from them, with most of what is needed in between in memory that gradients take in the end: the
+    exponentials in that of weight's, their references in that of x's."""
+    x, rstd, weight = sums.x, sums.rstd, sums.weight
+    need_x, need_norm, _, need_bias = sums.needs
+    tokens, d = h.shape[0], weight.shape[1]
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    places = _places_within(dweight, tokens)
+    free = dweight.view(-1)[: _LEAD * d].view(torch.float32)  # the only memory that has nothing to hold
+    formed = _Exponentials(places, _flat(sums.dx), free, h, rstd, weight, bias, target, inside, options, sums.wants_dot)
+    found = formed.statistics
+    factors = factors_of(slice(None), found.lse)
+    gradients, dbias = formed.gradient(factors, need_bias)
+    if need_bias:
+        sums.dbias = dbias
+    if need_x or need_norm:
+        correction = _correction(rstd, found.row_dot(factors, inside), x) if sums.wants_dot else None
+        for r in _chunks(tokens, _LEAD // 2):
+            dn = free.view(-1, d)[: r.stop - r.start]
+            for s, dz in gradients:
+                torch.ops.coda.gemm_accumulate_(dn, dz[r], weight[s], s.start > 0)
+            dx, dnorm = _through_norm(dn, None if correction is None else correction[r], x[r], sums.norm_weight, need_norm)
+            if need_x:
+                sums.dx[r] = dx
+            if need_norm:
+                sums.dnorm += dnorm
+    for s, dz in gradients:
+        _product_into(dweight[s], dz.t(), h)
+    sums.dweight = dweight
+    return found
+
+
 def _scaled(gradient: Tensor | None, scale: Tensor, like: Tensor | None, in_place: bool) -> Tensor | None:
     """gradient * scale in like's dtype, rounded once: torch would first round scale to gradient's dtype."""
     if gradient is None:
@@ -503,7 +630,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (None,) * 13
         with torch.no_grad():
             if formed and dlse is None:
-                divisor = _mean_weight(counted, lse, x)[1] if ctx.options.reduction == "mean" else None
+                divisor = _mean_weight(counted.sum(), x)[1] if ctx.options.reduction == "mean" and x.dtype == torch.float16 else None
                 scale = dloss if divisor is None else dloss / divisor
                 gradients = _scale(formed, scale, x, norm_weight, weight, bias)
             else:
@@ -583,9 +710,8 @@ def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, tar
     if into is not None:
         mark_added_to_main_grad(weight)
     if dn is not None:
-        dnorm = (dn * x).sum(0) if need_norm else None
-        dx = dn if norm_weight is None else dn.mul_(norm_weight)
-        dx = (dx if rstd is None else dx.addcmul_(_correction(rstd, dot, x).unsqueeze(1), x.to(wide), value=-1)).to(x.dtype)
+        dx, dnorm = _through_norm(dn, _correction(rstd, dot, x) if wants_dot else None, x, norm_weight, need_norm)
+        dx = dx.to(x.dtype)
     if options.shard is not None:
         dx, dnorm = options.shard.summed(dx if need_x else None), options.shard.summed(dnorm)
     dnorm = None if dnorm is None else dnorm.to(norm_weight.dtype)
@@ -593,11 +719,14 @@ def _backward(ctx, dloss, dlogits, dlse, x, rstd, norm_weight, weight, bias, tar
 
 
 @fake("coda::lse_select")
-def _(h, rstd, weight, bias, target, softcap, want_dots, want_totals, store, rows):
+def _(h, rstd, weight, bias, target, softcap, want_totals, want_logits, rows):
     m, v = h.shape[0], weight.shape[0]
-    wide = statistics_dtype(h)
-    groups = h.new_empty((m, (v + 63) // 64) if store == "exponentials" else (0,), dtype=wide)
-    return h.new_empty((6, m), dtype=wide), h.new_empty((0,) if store == "none" else (m, (v + 7) // 8 * 8)), groups
+    return h.new_empty((6, m), dtype=statistics_dtype(h)), h.new_empty((m, (v + 7) // 8 * 8) if want_logits else (0,))
+
+
+@fake("coda::exponentials_into_")
+def _(stored, references, workspace, h, rstd, weight, bias, target, softcap, want_dots, want_totals, rows):
+    return references.new_empty((6, h.shape[0]))
 
 
 @fake("coda::exponential_gradient_")

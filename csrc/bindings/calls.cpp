@@ -321,7 +321,7 @@ void lse_select(LseCall const& call, LseSelection& into) {
   bool const general = get(call.bias) || call.cap > 0 || call.planes > LseSelect::kMaxPlanes;
   Launch launch{"", call.h, call.w, {}, {call.rstd}, {selected, wanted_partials(call.h)}};
   if (general) launch.loads.insert(launch.loads.end(), {call.bias, call.cap});
-  launch.planes = call.planes, launch.target = call.target, launch.references = into.references;
+  launch.planes = call.planes, launch.target = call.target, launch.references = into.references, launch.workspace = call.workspace;
   if (call.store != LogitStore::kNone) launch.sinks.push_back(stored);
   auto const run_one = [&](auto without, char const* name_without, auto with, char const* name_with) {
     launch.program = general ? name_with : name_without;
@@ -337,22 +337,29 @@ void lse_select(LseCall const& call, LseSelection& into) {
   softmax_statistics(launch.sinks[1], into.statistics);
 }
 
-LseSelection lse_select(LseCall const& call) {
+LseSelection lse_select(LseCall const& call, at::Tensor const& stored, at::Tensor const& references) {
   std::int64_t const m = call.h.size(0), n = call.w.size(0);
   auto const statistics = call.h.options().dtype(statistics_type(call.h));
-  LseSelection result{at::zeros({LseSelection::kRows, m}, statistics), {}, {}};
+  LseSelection result{at::zeros({LseSelection::kRows, m}, statistics), stored, references};
   result.statistics.narrow(0, LseSelection::kPickedZ, 2).fill_(std::numeric_limits<double>::quiet_NaN());
-  if (call.store != LogitStore::kNone) result.stored = empty_rows(call.h, stored_columns(n));
-  if (call.store == LogitStore::kExponentials) result.references = at::empty({m, (n + kSoftmaxGroup - 1) / kSoftmaxGroup}, statistics);
-  // The kernels hold partials, a small part of what the logits would take: of 2^28 logits 11 MiB.
-  constexpr std::int64_t kLaunch = std::int64_t(1) << 28, kTile = 128;
+  if (call.store != LogitStore::kNone && !stored.defined()) result.stored = empty_rows(call.h, stored_columns(n));
+  if (call.store == LogitStore::kExponentials && !references.defined()) result.references = at::empty({m, softmax_groups(n)}, statistics);
+  // The kernels hold partials, a small part of what the logits would take: of 2^28 logits 11 MiB, or 16 with the narrowest tiles. Launches of few rows read
+  // the weight again and again, so a small workspace is left alone.
+  constexpr std::int64_t kLaunch = std::int64_t(1) << 28, kTile = 128, kFewRows = 1024;
   std::int64_t rows = call.rows;
-  if (!call.h.is_cpu() && cuda::unsupported(call.h).empty()) rows = std::min(16 * call.rows, std::max(kTile, kLaunch / std::max<std::int64_t>(n, 1) / kTile * kTile));
+  at::Tensor workspace = call.workspace;
+  if (!call.h.is_cpu() && cuda::unsupported(call.h).empty()) {
+    std::int64_t const row = call.planes * ((n + kTile - 1) / kTile);
+    if (workspace.defined() && workspace.numel() / row < std::min(m, kFewRows)) workspace = at::Tensor();
+    std::int64_t const fit = workspace.defined() ? workspace.numel() / row : std::min(16 * call.rows, kLaunch / n);
+    rows = std::max(kTile, fit / kTile * kTile);
+  }
   for (std::int64_t begin = 0; begin < m; begin += rows) {
     std::int64_t const count = std::min(rows, m - begin);
     auto const part = [&](at::Tensor const& t, std::int64_t dim = 0) { return t.defined() ? t.narrow(dim, begin, count) : t; };
     LseCall some = call;
-    some.h = part(call.h), some.target = part(call.target);
+    some.h = part(call.h), some.target = part(call.target), some.workspace = workspace;
     if (get(call.rstd)) some.rstd = part(*get(call.rstd));
     LseSelection into{part(result.statistics, 1), part(result.stored), part(result.references)};
     lse_select(some, into);
@@ -386,9 +393,14 @@ LogitGradient dlogits(LseCall const& call, at::Tensor const& lse, at::Tensor con
   if (use_eager(call.h)) return eager::dlogits(call, lse, factors, want_dbias);
   std::int64_t const m = call.h.size(0), n = call.w.size(0);
   LogitGradient result{empty_rows(call.h, stored_columns(n)), {}, {}};
-  Launch launch{"dlogits", call.h, call.w, {}, {call.rstd, call.bias, call.cap, lse, factors[0], factors[1], factors[2], call.target},
-                {result.dz, wanted_partials(call.h), want_dbias ? wanted_partials(call.h) : at::Tensor()}};
-  run<DLogits>(launch);
+  bool const general = get(call.bias) || call.cap > 0 || want_dbias;
+  Launch launch{general ? "dlogits_general" : "dlogits", call.h, call.w, {}, {call.rstd, lse, factors[0], factors[1], factors[2], call.target},
+                {result.dz, wanted_partials(call.h)}};
+  if (general) {
+    launch.loads.insert(launch.loads.end(), {call.bias, call.cap});
+    launch.sinks.push_back(want_dbias ? wanted_partials(call.h) : at::Tensor());
+  }
+  general ? run<DLogitsGeneral>(launch) : run<DLogits>(launch);
   result.row_dot = correction_from_partials(launch.sinks[DLogits::kRowDot], m, std::nullopt, 1);
   if (want_dbias) result.dbias = sum_groups(launch.sinks[DLogits::kDbias], n, statistics_type(call.h));
   return result;

@@ -10,6 +10,7 @@
 
 #include "bindings/checks.h"
 #include "coda/functions.hpp"
+#include "coda/sinks.hpp"
 
 namespace coda::bindings {
 
@@ -106,6 +107,7 @@ struct LseCall {
   int planes;         // of RowSoftmax: 2, 3 with sum(p q), 5 also with the totals
   LogitStore store;
   std::int64_t rows;  // of logits that may be held at a time, beyond those that are stored
+  at::Tensor workspace = {};  // fp32, flat, for what launches leave behind; undefined: memory of our own
 };
 
 // Logits that were kept, some columns of them, and the gradient that arrives at them.
@@ -188,7 +190,9 @@ CODA_CALLS
 
 // Columns of `stored` of an LseSelection.
 inline std::int64_t stored_columns(std::int64_t classes) { return (classes + 7) / 8 * 8; }
-LseSelection lse_select(LseCall const& call);
+inline std::int64_t softmax_groups(std::int64_t classes) { return (classes + kSoftmaxGroup - 1) / kSoftmaxGroup; }
+// stored, references: where to put them, undefined: new tensors.
+LseSelection lse_select(LseCall const& call, at::Tensor const& stored = {}, at::Tensor const& references = {});
 // out += a b, or without `add` out = a b, with out in fp32, without rounding the product first.
 void gemm_accumulate(at::Tensor out, at::Tensor const& a, at::Tensor const& b, bool add);
 

@@ -308,7 +308,9 @@ void run(Kinds const& kinds, Launch& call) {
   KernelInfo const& kernel = pick(call.program, layout.c_str(), call.a.scalar_type(), g);
   for (std::size_t i = 0; i < kinds.sinks.size(); ++i) {
     if (kinds.sinks[i] == Kind::kSoftmax) {
-      call.sinks[i] = at::empty({call.planes, ceil_div(n, kernel.tile_n), m}, statistics);
+      std::int64_t const tiles = ceil_div(n, kernel.tile_n), size = call.planes * tiles * m;
+      bool const given = call.workspace.defined() && call.workspace.numel() >= size;
+      call.sinks[i] = given ? call.workspace.narrow(0, 0, size).view({call.planes, tiles, m}) : at::empty({call.planes, tiles, m}, statistics);
       bind_softmax(Kind::kSoftmax, call, call.sinks[i], n, g.sinks[i], alive);
       continue;
     }
@@ -503,7 +505,7 @@ at::Tensor exponential_gradient(at::Tensor const& stored, at::Tensor const& refe
   std::int64_t const m = stored.size(0);
   at::Tensor const partials = want_dbias ? at::empty({ceil_div(m, reduce::kGradientRows), classes}, statistics.options()) : at::Tensor();
   if (m == 0) return want_dbias ? at::zeros({classes}, statistics.options()) : at::Tensor();
-  at::Tensor const factors = factors_.contiguous(), target = target_.contiguous(), rstd = get(rstd_) ? get(rstd_)->contiguous() : at::Tensor();
+  at::Tensor const factors = factors_.stride(1) == 1 ? factors_ : factors_.contiguous(), target = target_.contiguous(), rstd = get(rstd_) ? get(rstd_)->contiguous() : at::Tensor();
   at::Tensor const values = statistics.stride(1) == 1 ? statistics : statistics.contiguous();
   check(reduce::exponential_gradient({reduce_type(stored.scalar_type()), m, classes, stored.data_ptr(), stored.stride(0),
                                       references.const_data_ptr<float>(), references.stride(0), values[LseSelection::kLse].const_data_ptr<float>(),

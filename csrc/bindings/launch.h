@@ -43,6 +43,7 @@ struct Launch {
   // For RowSoftmax, whose sink becomes its planes of partials, [planes, tiles, >= M]; and int64 [M] for RowSelect, whose sink is [2, M].
   int planes = 0;
   at::Tensor references = {}, target = {};
+  at::Tensor workspace = {};  // contiguous memory for those planes, used if it is enough
 };
 
 enum class Kind {

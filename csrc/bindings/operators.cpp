@@ -10,6 +10,7 @@
 
 #include "bindings/calls.h"
 #include "bindings/checks.h"
+#include "coda/dispatch.hpp"
 #include "coda/sinks.hpp"
 
 namespace coda::bindings {
@@ -525,33 +526,48 @@ void check_head(Tensor const& h, OptionalTensor const& rstd, Tensor const& weigh
   check_target(target, h);
 }
 
-LogitStore store_of(std::string const& name) {
-  static std::map<std::string, LogitStore> const stores{
-      {"none", LogitStore::kNone}, {"logits", LogitStore::kLogits}, {"exponentials", LogitStore::kExponentials}};
-  auto const found = stores.find(name);
-  TORCH_CHECK_VALUE(found != stores.end(), "store is '", name, "', expected one of 'none', 'logits', 'exponentials'");
-  return found->second;
-}
-
-std::tuple<Tensor, Tensor, Tensor> lse_select_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias,
-                                                 Tensor const& target, double softcap, bool want_dots, bool want_totals, std::string const& store,
-                                                 std::int64_t rows) {
+std::tuple<Tensor, Tensor> lse_select_op(Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias, Tensor const& target,
+                                         double softcap, bool want_totals, bool want_logits, std::int64_t rows) {
   check_head(h, rstd, weight, bias, target);
-  LogitStore const what = store_of(store);
   TORCH_CHECK_VALUE(rows > 0, "rows is ", rows, ", expected a positive number");
   Call call(h);
-  LseSelection r = lse_select({h, rstd, weight, bias, target, softcap, want_totals ? 5 : want_dots ? 3 : 2, what, rows});
-  return {r.statistics, empty_like_missing(r.stored, h), empty_like_missing(r.references, r.statistics)};
+  LogitStore const store = want_logits ? LogitStore::kLogits : LogitStore::kNone;
+  LseSelection r = lse_select({h, rstd, weight, bias, target, softcap, want_totals ? 5 : 2, store, rows});
+  return {r.statistics, empty_like_missing(r.stored, h)};
+}
+
+void check_exponentials(Tensor const& stored, Tensor const& references, std::int64_t classes) {
+  check_floating("stored", stored);
+  check_dim("stored", stored, 2, "tokens, classes");
+  TORCH_CHECK_VALUE(classes > 0 && stored.size(1) == stored_columns(classes) && stored.is_contiguous(), "stored has shape ", shape_string(stored),
+                    ", expected that of exponentials of ", classes, " classes, contiguous");
+  TORCH_CHECK_VALUE(reinterpret_cast<std::uintptr_t>(stored.const_data_ptr()) % kBaseAlignment == 0, "stored is at an address that is no multiple of ",
+                    kBaseAlignment);
+  check_statistics("references", references, stored, {stored.size(0), softmax_groups(classes)}, "one for each group of columns");
+  TORCH_CHECK_VALUE(references.is_contiguous(), "references has strides ", references.strides(), ", expected it contiguous");
+}
+
+Tensor exponentials_into_op(Tensor stored, Tensor references, std::optional<Tensor> workspace, Tensor const& h, OptionalTensor const& rstd, Tensor const& weight, OptionalTensor const& bias,
+                            Tensor const& target, double softcap, bool want_dots, bool want_totals, std::int64_t rows) {
+  check_head(h, rstd, weight, bias, target);
+  check_exponentials(stored, references, weight.size(0));
+  check_like("stored", stored, "h", h);
+  TORCH_CHECK_VALUE(stored.size(0) == h.size(0), "stored has shape ", shape_string(stored), ", expected ", h.size(0), " rows as h has");
+  TORCH_CHECK_VALUE(rows > 0, "rows is ", rows, ", expected a positive number");
+  if (workspace) {
+    check_statistics("workspace", *workspace, h, {workspace->numel()}, "one dimension");
+    TORCH_CHECK_VALUE(workspace->is_contiguous(), "workspace has strides ", workspace->strides(), ", expected it contiguous");
+  }
+  Call call(h);
+  int const planes = want_totals ? 5 : want_dots ? 3 : 2;
+  LseCall const select{h, rstd, weight, bias, target, softcap, planes, LogitStore::kExponentials, rows, workspace.value_or(Tensor())};
+  return lse_select(select, stored, references).statistics;
 }
 
 Tensor exponential_gradient_op(Tensor stored, Tensor const& references, Tensor const& statistics, Tensor const& factors, Tensor const& target,
                                OptionalTensor const& rstd, std::int64_t classes, double softcap, bool want_dbias) {
-  check_floating("stored", stored);
-  check_dim("stored", stored, 2, "tokens, classes");
+  check_exponentials(stored, references, classes);
   std::int64_t const m = stored.size(0);
-  TORCH_CHECK_VALUE(classes > 0 && stored.size(1) == stored_columns(classes) && stored.is_contiguous(), "stored has shape ", shape_string(stored),
-                    ", expected that of exponentials of ", classes, " classes, contiguous");
-  check_statistics("references", references, stored, {m, (classes + kSoftmaxGroup - 1) / kSoftmaxGroup}, "one for each group of columns");
   check_statistics("statistics", statistics, stored, {LseSelection::kRows, m}, "those that came with stored");
   check_statistics("factors", factors, stored, {3, m}, "by_softmax, by_all and by_target of each row");
   check_target(target, stored);
@@ -633,6 +649,7 @@ void implement(Library& m) {
   m.impl("layer_norm_backward", &layer_norm_backward_op);
   m.impl("fused_mlp", &fused_mlp_op);
   m.impl("lse_select", &lse_select_op);
+  m.impl("exponentials_into_", &exponentials_into_op);
   m.impl("exponential_gradient_", &exponential_gradient_op);
   m.impl("dlogits", &dlogits_op);
   m.impl("logit_gradient", &logit_gradient_op);
@@ -690,8 +707,11 @@ TORCH_LIBRARY(coda, m) {
       "bool residual_is_x, Tensor? next_norm_weight, str activation, float eps, float next_eps, bool next_stats, bool save) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "lse_select(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor target, float softcap, bool want_dots, bool want_totals, str store, "
-      "SymInt rows) -> (Tensor, Tensor, Tensor)");
+      "lse_select(Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor target, float softcap, bool want_totals, bool want_logits, SymInt rows) -> "
+      "(Tensor, Tensor)");
+  m.def(
+      "exponentials_into_(Tensor(a!) stored, Tensor(b!) references, Tensor(c!)? workspace, Tensor h, Tensor? rstd, Tensor weight, Tensor? bias, Tensor target, float softcap, "
+      "bool want_dots, bool want_totals, SymInt rows) -> Tensor");
   m.def(
       "exponential_gradient_(Tensor(a!) stored, Tensor references, Tensor statistics, Tensor factors, Tensor target, Tensor? rstd, SymInt classes, "
       "float softcap, bool want_dbias) -> Tensor");

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cmath>
+#include <utility>
 
 #include "coda/program.hpp"
 
@@ -93,16 +94,20 @@ CODA_HD float erf_(float x) {
 }
 CODA_HD double erf_(double x) { return ::erf(x); }
 
-// An activation, its value and its derivative. `kind` tells the members of a family apart at run time: the branch is the same for all
-// threads, and a kernel serves them all.
+// An activation, its value and its derivative. `kind` tells the members of a family apart at run time, so that a kernel serves them all. Kinds lists those
+// that share their code in at(), which has no branch between them (program.hpp): code has to fit into the instruction cache, several times over, since an
+// epilogue is one long run of it.
 template <class Real>
 struct Activated {
   Real value, slope;
 };
 
 enum class ActivationKind { kIdentity, kRelu, kReluSquared, kSilu, kGelu, kGeluTanh };
+template <ActivationKind... kKinds>
+using Alike = std::integer_sequence<int, int(kKinds)...>;
 
 struct Silu {
+  using Kinds = List<>;
   template <class Real>
   CODA_HD static Activated<Real> at(Real x, Real /*kind*/) {
     Real const s = sigmoid(x);
@@ -110,30 +115,33 @@ struct Silu {
   }
 };
 
-// gelu(x) = x Phi(x); with kind kGeluTanh the approximation x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3). (Hendrycks and Gimpel,
-// arXiv:1606.08415.) Beyond |x| = 1e4 the cube is cut off, where the result is x or 0 already and the slope 1 or 0.
-struct Gelu {
+// gelu(x) = x Phi(x); with kind kGeluTanh the approximation x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3), which is silu(x) with 2 u = x. (Hendrycks and
+// Gimpel, arXiv:1606.08415.) Beyond |x| = 1e4 the cube is cut off, where the result is x or 0 already and the slope 1 or 0.
+struct AnyActivation {
+  using Kinds = List<Alike<ActivationKind::kIdentity, ActivationKind::kRelu, ActivationKind::kReluSquared>,
+                     Alike<ActivationKind::kSilu, ActivationKind::kGeluTanh>, Alike<ActivationKind::kGelu>>;
   template <class Real>
   CODA_HD static Activated<Real> at(Real x, Real kind) {
-    if (kind == Real(int(ActivationKind::kGeluTanh))) {
-      Real const c = x > Real(1e4) ? Real(1e4) : x < Real(-1e4) ? Real(-1e4) : x, square = Real(0.044715) * c * c;
-      Real const s = sigmoid(Real(1.5957691216057308) * c * (Real(1) + square));
-      return {x * s, s + c * s * (Real(1) - s) * Real(1.5957691216057308) * (Real(1) + Real(3) * square)};
+    auto const is = [&](ActivationKind k) { return kind == Real(int(k)); };
+    if (is(ActivationKind::kGelu)) {
+      Real const phi = Real(0.5) * (Real(1) + erf_(x * Real(0.7071067811865476)));
+      return {x * phi, phi + x * Real(0.3989422804014327) * exp_(Real(-0.5) * x * x)};
     }
-    Real const phi = Real(0.5) * (Real(1) + erf_(x * Real(0.7071067811865476)));
-    return {x * phi, phi + x * Real(0.3989422804014327) * exp_(Real(-0.5) * x * x)};
+    if (is(ActivationKind::kSilu) || is(ActivationKind::kGeluTanh)) {
+      bool const cubic = is(ActivationKind::kGeluTanh);
+      Real const scale = cubic ? Real(1.5957691216057308) : Real(1), cube = cubic ? Real(0.044715) : Real(0);
+      Real const c = x > Real(1e4) ? Real(1e4) : x < Real(-1e4) ? Real(-1e4) : x, square = cube * c * c;
+      Real const s = sigmoid(scale * c * (Real(1) + square));
+      return {x * s, s + c * s * (Real(1) - s) * scale * (Real(1) + Real(3) * square)};
+    }
+    bool const identity = is(ActivationKind::kIdentity), squares = is(ActivationKind::kReluSquared), positive = x > Real(0);
+    Real const r = positive ? x : Real(0), step = positive ? Real(1) : Real(0);
+    return {identity ? x : squares ? r * r : r, identity ? Real(1) : squares ? Real(2) * r : step};
   }
 };
 
-struct AnyActivation {
-  template <class Real>
-  CODA_HD static Activated<Real> at(Real x, Real kind) {
-    if (kind == Real(int(ActivationKind::kIdentity))) return {x, Real(1)};
-    if (kind == Real(int(ActivationKind::kRelu))) return {x > 0 ? x : Real(0), x > 0 ? Real(1) : Real(0)};
-    if (kind == Real(int(ActivationKind::kReluSquared))) return {x > 0 ? x * x : Real(0), x > 0 ? Real(2) * x : Real(0)};
-    if (kind == Real(int(ActivationKind::kSilu))) return Silu::at(x, kind);
-    return Gelu::at(x, kind);
-  }
+struct Gelu : AnyActivation {
+  using Kinds = List<Alike<ActivationKind::kGelu>, Alike<ActivationKind::kGeluTanh>>;
 };
 
 }  // namespace coda

@@ -35,7 +35,14 @@
 //     template <class Real> CODA_HD static Real head(Real mean, bool inside, in);    of the mean over the head's columns, once a row and head
 // whose result apply takes before `out`. inside: the head is one of those that Rotation counts (queries' and keys'). `head` may read scalars only.
 // Heads are Rotation::head_dim columns wide.
+//
+// A program with one of several functions, which a scalar tells apart, lists groups of them,
+//     using Kinds = List<std::integer_sequence<int, ...>, ...>;
+// and names the scalar's slot, kKind. A back end then branches around a run of values to the group, and gives apply one of its kinds. A branch of each value's
+// own keeps values from overlapping, which costs several times as much as the rest of an epilogue.
 #pragma once
+
+#include <utility>
 
 #if defined(__CUDACC__)
 #define CODA_HD __host__ __device__ __forceinline__
@@ -72,6 +79,33 @@ struct HasHeadMean<Program, decltype(void(Program::kHeadMeanLoads))> {
   static constexpr bool value = true;
 };
 
+template <class Program, class = void>
+struct KindsOf {
+  using type = List<>;
+};
+template <class Program>
+struct KindsOf<Program, decltype(void(typename Program::Kinds()))> {
+  using type = typename Program::Kinds;
+};
+
+// Of some kinds the one that is `kind`, as one of these constants: so the compiler sees that it is none of the others.
+template <class Real, int kFirst, int... kRest>
+CODA_HD Real one_of(std::integer_sequence<int, kFirst, kRest...>, Real kind) {
+  if constexpr (sizeof...(kRest) == 0) {
+    return Real(kFirst);
+  } else {
+    return kind == Real(kFirst) ? Real(kFirst) : one_of(std::integer_sequence<int, kRest...>(), kind);
+  }
+}
+template <int... kKinds, class Real>
+CODA_HD bool is_any(std::integer_sequence<int, kKinds...>, Real kind) {
+  return ((kind == Real(kKinds)) || ...);
+}
+template <class... Groups, class Real, class F>
+CODA_HD void for_kind(List<Groups...>, Real kind, F const& f) {
+  ((is_any(Groups(), kind) ? f([kind] { return one_of(Groups(), kind); }) : void()), ...);
+}
+
 template <class Program, class Resources>
 struct Slots;
 
@@ -94,6 +128,15 @@ inline constexpr Pairing kPairingOf = detail::PairingOf<Program, Program::kColum
 
 template <class Program>
 inline constexpr bool kHasHeadMean = detail::HasHeadMean<Program>::value;
+
+template <class Program>
+inline constexpr bool kHasKinds = detail::KindsOf<Program>::type::size > 0;
+
+// f(g), where g() is the kind, one of those of its group.
+template <class Program, class Real, class F>
+CODA_HD void for_kind(Real kind, F const& f) {
+  detail::for_kind(typename detail::KindsOf<Program>::type(), kind, f);
+}
 
 template <class Program>
 using InputSlots = detail::Slots<Program, typename Program::Loads>;

@@ -13,6 +13,7 @@ struct RstdAct {
   static constexpr int kColumns = 1;
   using Loads = List<ColVector<>, RowVector<>, Scalar, ColVector<0>, RowVector<>>;
   using Sinks = List<TileStore, TileStore>;
+  using Kinds = AnyActivation::Kinds;
   enum In { kRstd, kBias, kKind, kMean, kDirection };
   enum Out { kValue, kPreactivation };
 
@@ -32,6 +33,7 @@ struct DAct {
   static constexpr int kColumns = 1;
   using Loads = List<TileLoad, ColVector<>, RowVector<>, Scalar>;
   using Sinks = List<TileStore, TileStore, RowPartial, ColPartial>;
+  using Kinds = AnyActivation::Kinds;
   enum In { kPreactivation, kRstd, kBias, kKind };
   enum Out { kDz, kProduct, kRowDot, kDbias };
 
@@ -52,6 +54,7 @@ struct DActLayer {
   static constexpr int kColumns = 1;
   using Loads = List<TileLoad, ColVector<>, RowVector<>, Scalar, RowVector<>>;
   using Sinks = List<TileStore, TileStore, RowPartial, ColPartial, RowPartial>;
+  using Kinds = AnyActivation::Kinds;
   enum In { kPreactivation, kRstd, kConstant, kKind, kDirection };
   enum Out { kDz, kProduct, kRowDot, kDconstant, kDirectionDot };
 

@@ -17,6 +17,7 @@ struct RstdGlu {
   static constexpr Pairing kPairing = Pairing::kHalves;
   using Loads = List<ColVector<>, Scalar>;
   using Sinks = List<HalfTileStore>;
+  using Kinds = typename Activation::Kinds;
   enum In { kRstd, kKind };
 
   template <class Storage, class Real>
@@ -33,6 +34,7 @@ struct RstdGluPreactivation {
   static constexpr Pairing kPairing = Pairing::kHalves;
   using Loads = List<ColVector<>, Scalar>;
   using Sinks = List<TileStore, HalfTileStore>;
+  using Kinds = typename Activation::Kinds;
   enum In { kRstd, kKind };
   enum Out { kGate, kUp, kProduct };
 
@@ -53,6 +55,7 @@ struct DGlu {
   static constexpr int kColumns = 1;
   using Loads = List<TileLoad, TileLoad, ColVector<>, Scalar>;
   using Sinks = List<TileStore, TileStore, TileStore, RowPartial>;
+  using Kinds = typename Activation::Kinds;
   enum In { kGate, kUp, kRstd, kKind };
   enum Out { kDgate, kDup, kProduct, kRowDot };
 

@@ -28,12 +28,12 @@ struct Capped {
   Real value, slope;
 };
 
-// cap <= 0: no cap. The absolute error is that of a number of the size of cap.
+// cap <= 0: no cap. The absolute error is that of a number of the size of cap. Without a branch: one for each value would keep values from overlapping.
 template <class Real>
 CODA_HD Capped<Real> capped(Real logit, Real cap) {
-  if (!(cap > Real(0))) return {logit, Real(1)};
-  Real const t = tanh_(logit * reciprocal(cap));
-  return {cap * t, Real(1) - t * t};
+  bool const caps = cap > Real(0);
+  Real const t = tanh_(logit * reciprocal(caps ? cap : Real(1)));
+  return {caps ? cap * t : logit, caps ? Real(1) - t * t : Real(1)};
 }
 
 // The gradient of a logit.
@@ -102,23 +102,30 @@ using LseSelectGeneral = LseSelectInto<true>;
 using LseSelectGeneralLogits = LseSelectInto<true, TileStore>;
 using LseSelectGeneralExponentials = LseSelectInto<true, Exponentials>;
 
-// Backward, with the product formed again. Stored: rstd g, per row S, and per column the sum of g, the bias's gradient.
-struct DLogits {
+// Backward, with the product formed again. Stored: rstd g, per row S, and with kGeneral, which also has a bias and a cap, per column the sum of g, the bias's
+// gradient.
+template <bool kGeneral>
+struct DLogitsOf {
   static constexpr int kColumns = 1;
-  using Loads = List<ColVector<>, RowVector<>, Scalar, ColVector<0>, ColVector<0>, ColVector<0>, ColVector<0>, ColumnIs>;
-  using Sinks = List<TileStore, RowPartial, ColPartial>;
-  enum In { kRstd, kBias, kCap, kLse, kBySoftmax, kByAll, kByTarget, kIsTarget };
+  template <class... More>
+  using RowsAnd = List<ColVector<>, ColVector<0>, ColVector<0>, ColVector<0>, ColVector<0>, ColumnIs, More...>;
+  using Loads = std::conditional_t<kGeneral, RowsAnd<RowVector<>, Scalar>, RowsAnd<>>;
+  using Sinks = std::conditional_t<kGeneral, List<TileStore, RowPartial, ColPartial>, List<TileStore, RowPartial>>;
+  enum In { kRstd, kLse, kBySoftmax, kByAll, kByTarget, kIsTarget, kBias, kCap };
   enum Out { kDz, kRowDot, kDbias };
 
   template <class Storage, class Real>
-  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[8], Real (&out)[3]) {
+  CODA_HD static void apply(Real const (&acc)[1], Real const (&in)[Loads::size], Real (&out)[Sinks::size]) {
     Real const y = in[kRstd] * acc[0];
-    auto const z = capped(y + in[kBias], in[kCap]);
+    Capped<Real> z{y, Real(1)};
+    if constexpr (kGeneral) z = capped(y + in[kBias], in[kCap]);
     Real const g = logit_gradient(exp_(z.value - in[kLse]), z.slope, in[kBySoftmax], in[kByAll], in[kIsTarget] * in[kByTarget]);
     out[kDz] = in[kRstd] * g;
     out[kRowDot] = g * y;
-    out[kDbias] = g;
+    if constexpr (kGeneral) out[kDbias] = g;
   }
 };
+using DLogits = DLogitsOf<false>;
+using DLogitsGeneral = DLogitsOf<true>;
 
 }  // namespace coda

@@ -718,12 +718,21 @@ struct Epilogue {
             for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
           }
         } else {
+          auto const apply = [&](auto kind) {
 #pragma unroll
-          for (int pair = 0; pair < kVector; ++pair) {
-            gather(pair, All{});
-            Program::template apply<Element_>(a, in, o);
+            for (int pair = 0; pair < kVector; ++pair) {
+              gather(pair, All{});
+              if constexpr (kHasKinds<Program>) in[Program::kKind] = kind();
+              Program::template apply<Element_>(a, in, o);
 #pragma unroll
-            for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
+              for (int s = 0; s < kOutputs; ++s) out[s][pair] = o[s];
+            }
+          };
+          if constexpr (kHasKinds<Program>) {
+            gather(0, All{});
+            for_kind<Program>(in[Program::kKind], apply);
+          } else {
+            apply(0);
           }
         }
         // Sums of rows first: under the exchange between lanes others are packed and stored.

@@ -304,11 +304,20 @@ struct Epilogue {
           }
         } else {
           load(_0{}, Int<Loads::size>{});
-          CUTLASS_PRAGMA_UNROLL
-          for (int group = 0; group < kGroups; ++group) {
-            gather(group, acc, Int<Loads::size>{});
-            Program::template apply<Element>(a, in, out);
-            keep(group);
+          auto const apply = [&](auto kind) CUTLASS_LAMBDA_FUNC_INLINE {
+            CUTLASS_PRAGMA_UNROLL
+            for (int group = 0; group < kGroups; ++group) {
+              gather(group, acc, Int<Loads::size>{});
+              if constexpr (kHasKinds<Program>) in[Program::kKind] = kind();
+              Program::template apply<Element>(a, in, out);
+              keep(group);
+            }
+          };
+          if constexpr (kHasKinds<Program>) {
+            gather(0, acc, Int<Loads::size>{});
+            for_kind<Program>(in[Program::kKind], apply);
+          } else {
+            apply(0);
           }
         }
 

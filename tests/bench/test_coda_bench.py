@@ -40,6 +40,7 @@ PROGRAMS = (
     "lse_select_general_logits",
     "lse_select_general_exponentials",
     "dlogits",
+    "dlogits_general",
 )
 HALVES = ("rstd_swiglu", "rstd_swiglu_preactivation", "rstd_geglu", "rstd_geglu_preactivation")
 SMALL = ("-m", "264", "-n", "520", "-k", "192")

@@ -279,25 +279,29 @@ def lse_select(p):
     for i, (rstd, w, b, cap, target, y, logits, z, slope) in enumerate(rows_of_head(p)):
         if not general and (b is not None or cap):
             continue
-        v, q, dots, totals = w.shape[0], y * slope, i != 1, general and b is None
+        v, q, dots, totals = w.shape[0], y * slope, i != 1 and store == "exponentials", general and b is None
         inside = (target >= 0) & (target < v)
         index = target.clamp(0, v - 1).unsqueeze(1)
         lse = torch.logsumexp(z, 1)
         share = torch.exp(z - lse.unsqueeze(1))
-        select = lambda: ops.lse_select(p.a, rstd, w, b, target, cap, dots, totals, store, 10**6)
+        logit_store = p.new(p.m, -(-v // 8) * 8).fill_(math.nan)
+        references = torch.full((p.m, -(-v // 64)), math.nan, device=p.device)
+        workspace = torch.full((5 * p.m * -(-v // 128),), math.nan, device=p.device) if i % 2 else None
+        exponentials = lambda: ops.exponentials_into_(logit_store, references, workspace, p.a, rstd, w, b, target, cap, dots, totals, 10**6)
         by_all = torch.stack((factors[0], factors[1] * (cap == 0), factors[2]))
 
         def call():
-            statistics, stored, references = select()
             others = []
-            if store == "logits":
-                others = [stored[:, :v].nan_to_num(neginf=0)]
             if store == "exponentials":
+                statistics = exponentials()
                 exponent = references.double().repeat_interleave(64, 1)[:, :v] - 15 - statistics[:1].t().double() * math.log2(math.e)
-                others = [(stored.view(torch.float16)[:, :v].double() * torch.exp2(exponent)).nan_to_num(0)]
-                dbias = ops.exponential_gradient_(stored, references, statistics, by_all, target, rstd, v, cap, True)
-                others += [stored[:, :v].clone(), dbias]
-                assert torch.equal(select()[0].nan_to_num(7), statistics.nan_to_num(7))
+                others = [(logit_store.view(torch.float16)[:, :v].double() * torch.exp2(exponent)).nan_to_num(0)]
+                dbias = ops.exponential_gradient_(logit_store, references, statistics, by_all, target, rstd, v, cap, True)
+                others += [logit_store[:, :v].clone(), dbias]
+                assert torch.equal(exponentials().nan_to_num(7), statistics.nan_to_num(7))
+            else:
+                statistics, stored = ops.lse_select(p.a, rstd, w, b, target, cap, totals, store == "logits", 10**6)
+                others = [stored[:, :v].nan_to_num(neginf=0)] if store == "logits" else []
             assert statistics[1:3, ~inside].isnan().all()
             picked = statistics[1:3].masked_fill(~inside, 0).nan_to_num(neginf=0)
             return statistics[0], picked[0], picked[1], statistics[3], statistics[4], statistics[5], *others
@@ -320,6 +324,8 @@ def lse_select(p):
 def dlogits(p):
     factors = factors_of(p)
     for rstd, w, b, cap, target, y, _, z, slope in rows_of_head(p):
+        if (b is not None or cap > 0) != (p.program == "dlogits_general"):
+            continue
         lse = torch.logsumexp(z, 1)
         exact = logit_gradients(p, factors, target, lse, z, y, slope, rstd)
 
@@ -346,6 +352,7 @@ PROGRAMS = {
     "rstd_qknorm_rope": rstd_qknorm_rope,
     **{f"lse_select{general}{stored}": lse_select for general in ("", "_general") for stored in ("", "_logits", "_exponentials")},
     "dlogits": dlogits,
+    "dlogits_general": dlogits,
     **{f"rstd_{unit}{suffix}": rstd_glu for unit in ("swiglu", "geglu") for suffix in ("", "_preactivation")},
     **{f"d{unit}": dglu for unit in ("swiglu", "geglu")},
 }

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import coda
+from coda.ops import cross_entropy as module
 from coda.ops.cross_entropy import CHUNK_BYTES, chunk_rows
 from tests.ops.cases import Case, compare, cross_entropy, leaves, new, norm, raises, results, sixteen_on_cuda, targets
 from tests.reference import assert_no_worse, error
@@ -479,7 +480,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.products += func.namespace == "coda" and func._opname in ("lse_select", "dlogits", "gemm", "gemm_accumulate_", "norm_backward")
+        self.products += func.namespace == "coda" and func._opname in ("lse_select", "exponentials_into_", "dlogits", "gemm", "gemm_accumulate_", "norm_backward")
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, torch.Tensor) and t.dim() > 0 and 0 not in t.stride():
                 self.largest = max(self.largest, t.numel())
@@ -544,6 +545,74 @@ def test_all_tokens_at_once_where_that_takes_less_memory(monkeypatch, m, chunks)
     with Calls() as calls:
         coda.linear_cross_entropy(**values, target=targets(values["x"], 100)).backward()
     assert calls.products == 3 * chunks
+
+
+@pytest.mark.parametrize("classes, d, tokens", [(1003, 32, 40), (1000, 32, 64), (4096, 16, 100), (520, 64, 1000), (5000, 8, 11)])
+def test_places_within_the_gradient(monkeypatch, classes, d, tokens):
+    """No product of a block writes where exponentials of its own block or of a later one lie."""
+    monkeypatch.setattr(module, "_LEAD", 64)
+    dweight = torch.empty(classes, d, dtype=torch.bfloat16)
+    places = module._places_within(dweight, tokens)
+    assert [s.start for s, _ in places] == [0, *[s.stop for s, _ in places[:-1]]] and places[-1][0].stop == classes
+    extent = lambda t: (t.data_ptr(), t.data_ptr() + t.nbytes)
+    free = 64
+    for i, (s, place) in enumerate(places):
+        begin, end = extent(place)
+        assert place.is_contiguous() and place.shape == (tokens, -(-(s.stop - s.start) // 8) * 8) and begin % 16 == 0
+        if i < len(places) - 1:
+            assert begin == dweight[free].data_ptr() and end <= extent(dweight)[1] and (s.stop - s.start) % 64 == 0 and s.stop <= free
+            free += -(-place.numel() // d)
+    assert place.untyped_storage().data_ptr() != dweight.untyped_storage().data_ptr()
+    logits = 2 * tokens * classes
+    assert place.nbytes <= logits - dweight.nbytes + 2 * (64 * d + 64 * tokens + 8 * tokens)
+
+
+@pytest.mark.parametrize("tokens, d, v", [(60, 24, 1003), (300, 32, 2000)])
+@pytest.mark.parametrize("norm_weight, bias, options", [(False, False, "plain"), (True, True, "plain"), (True, False, "z"), (False, True, "softcap"), (True, False, "smoothing")])
+def test_exponentials_within_the_gradient(device, monkeypatch, tokens, d, v, norm_weight, bias, options, poisoned_memory):
+    tensors = inputs(tokens, d, v, torch.bfloat16, device, bias=bias, norm_weight=norm_weight)
+    target = targets(tensors["x"], v)
+    run = lambda **others: gradients_of(tensors, target, **OPTIONS[options], **others)
+    calls = []
+    form = module._form_within_gradient
+    monkeypatch.setattr(module, "_form_within_gradient", lambda *a: calls.append(a) or form(*a))
+    separate, others = run()
+    assert not calls
+    monkeypatch.setattr(module, "_LEAD", 64)
+    loss, found = run()
+    assert len(calls) == 1
+    torch.testing.assert_close(loss, separate)
+
+    def reference(x, weight, bias=None, norm_weight=None):
+        logits = F.linear(x if norm_weight is None else norm(x, norm_weight), weight, bias)
+        return cross_entropy(logits, target, **OPTIONS[options])
+
+    ones = [torch.ones((), device=device)]
+    _, _, eager = results(reference, leaves(tensors), ones)
+    _, _, exact = results(reference, leaves(tensors, torch.float64), ones)
+    for name in tensors:
+        assert_no_worse(f"gradient of {name}", found[name], eager[name], exact[name], 1.25 if norm_weight else 1.1)
+    again = run()[1]
+    assert all(torch.equal(found[name], again[name]) for name in tensors)
+    for name in ("x", "weight"):
+        one = gradients_of({name: tensors[name]}, target, **{k: t for k, t in tensors.items() if k != name}, **OPTIONS[options])[1]
+        torch.testing.assert_close(one[name], found[name], rtol=2e-2, atol=1e-4)
+    assert len(calls) == 3  # not for x alone
+
+
+@pytest.mark.gpu
+def test_memory_of_exponentials_within_the_gradient():
+    tokens, d, v = 1024, 512, 128256
+    values = leaves(inputs(tokens, d, v, torch.bfloat16, "cuda"))
+    target = targets(values["x"], v)
+    loss = coda.linear_cross_entropy(**values, target=target)
+    torch.autograd.grad(loss, list(values.values()))
+    del loss
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = torch.autograd.grad(coda.linear_cross_entropy(**values, target=target), list(values.values()))
+    extra = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in found)
+    assert extra < 0.6 * 2 * tokens * v  # half of the logits, and their references
 
 
 def test_rows_of_a_chunk():

@@ -26,9 +26,13 @@ def calls(dtype, device):
     selected = lambda: torch.randn(6, M, device=device)
     return {
         "lse_select": [
-            (x, rstd, w, bias, labels, 3.0, True, True, "exponentials", 4),
-            (x, None, w[:24], None, labels, 0.0, False, False, "none", 4),
-            (x, rstd, w[:24], None, labels, 0.0, False, True, "logits", 100),
+            (x, rstd, w, bias, labels, 3.0, True, True, 4),
+            (x, None, w[:24], None, labels, 0.0, False, False, 4),
+            (x, rstd, w[:24], None, labels, 0.0, True, False, 100),
+        ],
+        "exponentials_into_": [
+            (t(M, N), torch.zeros(M, 1, device=device), torch.zeros(2000, device=device), x, rstd, w, bias, labels, 3.0, True, True, 4),
+            (t(M, 24), torch.zeros(M, 1, device=device), None, x, None, w[:24], None, labels, 0.0, False, False, 100),
         ],
         "exponential_gradient_": [
             (t(M, N).abs(), torch.zeros(M, 1, device=device), selected(), factors, labels, rstd, N, 3.0, True),

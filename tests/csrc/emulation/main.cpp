@@ -73,12 +73,23 @@ struct Shape {
 
 template <class Program>
 constexpr bool kIsLoss = false;
-template <class... Stores>
-constexpr bool kIsLoss<LseSelectInto<Stores...>> = true;
-template <>
-constexpr bool kIsLoss<DLogits> = true;
+template <bool kGeneral, class... Stores>
+constexpr bool kIsLoss<LseSelectInto<kGeneral, Stores...>> = true;
+template <bool kGeneral>
+constexpr bool kIsLoss<DLogitsOf<kGeneral>> = true;
 
 constexpr int kPositions = 50;
+
+template <int... kKinds>
+void append(std::vector<int>& kinds, std::integer_sequence<int, kKinds...>) {
+  kinds.insert(kinds.end(), {kKinds...});
+}
+template <class... Groups>
+std::vector<int> kinds_of(List<Groups...>) {
+  std::vector<int> kinds;
+  (append(kinds, Groups()), ...);
+  return kinds;
+}
 
 // Variants of the loss: no cap, bias with -inf; cap, no bias; no cap, all sums; cap, no rstd, bias with -inf, all sums.
 struct Maker {
@@ -86,8 +97,10 @@ struct Maker {
   GemmArguments& g;
   Shape const& s;
   bool loss;
+  std::vector<int> kinds;
   bool odd() const { return s.variant % 2 == 1; }
-  void load(Scalar, Resource& r, int) { r.value = loss && !odd() ? 0 : s.variant % 6; }  // an activation's kind, a factor, or a cap
+  // An activation's kind, a factor, or a cap.
+  void load(Scalar, Resource& r, int) { r.value = kinds.empty() ? loss && !odd() ? 0 : s.variant : kinds[(std::size_t(s.variant) + 2) % kinds.size()]; }
   template <int kAbsent>
   void load(RowVector<kAbsent>, Resource& r, int i) {
     if (loss ? s.variant == 1 : odd() && i % 2 == 0) return;
@@ -303,7 +316,7 @@ void check(std::string const& name, Shape const& s, List<Ls...>, List<Ss...>, st
   if (s.lacking > 0) std::fill(b + s.columns() * g.b.ld, b + s.n * g.b.ld, bf16(0.0f));
   g.a.data = const_cast<bf16*>(a), g.b.data = b;
 
-  Maker maker{memory, g, s, kIsLoss<Program>, (std::is_same_v<Ss, Exponentials> || ...), nullptr};
+  Maker maker{memory, g, s, kIsLoss<Program>, kinds_of(typename coda::detail::KindsOf<Program>::type()), (std::is_same_v<Ss, Exponentials> || ...), nullptr};
   maker.selected = maker.targets();
   (maker.load(Ls{}, g.loads[kL], int(kL)), ...);
   GemmArguments expected = g;
@@ -378,10 +391,11 @@ void all(std::string const& config, bool everything) {
   std::vector<Shape> const classes = {{136, 264, 72, 0, 0, 3}, {1, 8, 8}, {30, 552, 40, 0, 0, 7}, {16, 320, 72}};
   check<LseSelectExponentials, Config, Layout::kTN>(name("lse_select_exponentials"), classes);
   check<LseSelectGeneralExponentials, Config, Layout::kTN>(name("lse_select_general_exponentials"), classes);
-  check<DLogits, Config, Layout::kTN>(name("dlogits"), classes);
+  check<DLogitsGeneral, Config, Layout::kTN>(name("dlogits_general"), classes);
   if (!everything) return;
   check<LseSelect, Config, Layout::kTN>(name("lse_select"), classes);
   check<LseSelectLogits, Config, Layout::kTN>(name("lse_select_logits"), classes);
+  check<DLogits, Config, Layout::kTN>(name("dlogits"), classes);
   check<LseSelectGeneral, Config, Layout::kTN>(name("lse_select_general"), classes);
   check<LseSelectGeneralLogits, Config, Layout::kTN>(name("lse_select_general_logits"), classes);
   check<Plain, Config, Layout::kNN>(name("plain nn"), {{136, 264, 72}, {1, 8, 8}});
