@@ -5,6 +5,8 @@ taken in chunks. Where the loss is a sum or a mean, all that the backward will b
 them. Then the epilogue leaves the exponentials of a chunk's logits, a pass over them makes the gradient of the logits in their place, and two products
 turn it into the gradients of the operands before the next chunk takes its place: three products in all. Else the backward forms the logits again, with
 their gradient in the epilogue: four products.
+
+What is held in between lies, where it can, in memory that the gradients take in the end.
 """
 from __future__ import annotations
 
@@ -103,7 +105,8 @@ def linear_cross_entropy(
         chunk_bytes: at most so much memory for the gradient of a chunk of logits in x's dtype, of some tokens or, in the backward, of some classes, but at
             least for one. Where there is no kernel (on the CPU, in float32 or float64) torch operations hold several times as much. Results depend on
             it by rounding only. None: 512 MiB; but all tokens at once where that takes no more memory than a chunk and the sum over chunks of the
-            weight's gradient in float32, [V, D], which only chunks need (up to 10240 tokens for D = 4096, V = 128256 in 16 bits).
+            weight's gradient in float32, [V, D], which only chunks need (up to 10240 tokens for D = 4096, V = 128256 in 16 bits), and then in the
+            memory of the weight's gradient as far as it goes.
         shard: weight, bias and the kept logits are this rank's rows of a vocabulary that is divided over a process group; V above is the number of
             all. The other arguments, the loss and lse are the same on every rank, and so are the gradients of x and norm_weight, which are summed
             over the ranks. All ranks make the same calls, with the same options and tensors that need a gradient.

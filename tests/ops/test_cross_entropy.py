@@ -572,6 +572,7 @@ def test_places_within_the_gradient(monkeypatch, classes, d, tokens):
 def test_exponentials_within_the_gradient(device, monkeypatch, tokens, d, v, norm_weight, bias, options, poisoned_memory):
     tensors = inputs(tokens, d, v, torch.bfloat16, device, bias=bias, norm_weight=norm_weight)
     target = targets(tensors["x"], v)
+    target[1], target[2] = 64, v - 1  # the first class of the second block, the last of the last
     run = lambda **others: gradients_of(tensors, target, **OPTIONS[options], **others)
     calls = []
     form = module._form_within_gradient
