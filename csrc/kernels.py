@@ -159,7 +159,8 @@ COOPERATIVE_256_LOADS = dataclasses.replace(COOPERATIVE_256, epilogue_n=16, stag
 # stages (1.17, 1.15); 128x192 with one of 16.
 DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2, rate=0.97)
 DSWIGLU_128_DEEP = dataclasses.replace(DSWIGLU_128, stages_load=1, rate=1.0, min_k=3072, tag="l1")
-# Beside the gradient of an activation with several kinds, sums of rows and of columns, 128 accumulators leave few registers. 64x128 and 128x128:
+# Beside the gradient of an activation with several kinds, sums of rows and of columns, 128 accumulators leave few registers. 64x128 and 128x128
+# (bench/results/tuning.json, run 11):
 #   dact (1.33, 1.27), (1.53, 1.20)   dact_layer (1.89, 1.41), (3.37, 1.93), cooperative (1.89, 1.45); 128x64 (1.98, 1.56)
 DACT_64 = Config((64, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=4, stages_store=2, rate=0.95)
 DACT_128 = dataclasses.replace(DSWIGLU_128, min_k=3072)
@@ -169,7 +170,8 @@ ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store
 ROPE_64 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=64, stages_store=2, tag="r64")
 ROPE_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=128, stages_store=2, tag="r128")
 
-# Neighbours turn in a subtile of any width. Each waits once for its tables: (1.34, 1.08) with a wide one, (1.51, 1.04) with a narrow one; 128x192 spills (1.67, 1.11).
+# Neighbours turn in a subtile of any width. Each waits once for its tables: (1.34, 1.08) with a wide one, (1.51, 1.04) with a narrow one; 128x192 spills (1.67, 1.11;
+# bench/results/tuning.json, run 11).
 ROPE_ADJACENT_64 = dataclasses.replace(PINGPONG_128, epilogue_n=64, tag="e64")
 ROPE_ADJACENT_32 = dataclasses.replace(PINGPONG_128, rate=1.0, min_k=3072)
 
