@@ -182,7 +182,7 @@ NORM_BACKWARD_128 = dataclasses.replace(PINGPONG_128, raster="m")
 # A subtile is a group of columns that have a reference (sinks.hpp): there are few steps from subtile to subtile, and few maxima to find, with wide ones.
 # 8192 tokens, launches of 2048, 128256 classes, over torch.mm's time (bench/results/tuning.json, runs 9 and 10):
 #   lse_select_exponentials, subtiles of 64: 128x192 (1.00, 1.01), 128x128 (1.05, 1.05); 128x128 with subtiles of 32 (1.22, 1.05)
-#   lse_select: 128x192 (0.99, 1.00), 128x128 (1.01, 1.03); with no epilogue to speak of 128x192 is no faster
+#   lse_select: 128x192 (0.99, 1.00), 128x128 (1.01, 1.03)
 # 192 columns take all registers, so a bias, a cap and totals are left to programs of their own; with them 128x192 spills (lse_select 1.98, 1.37). dlogits
 # with 128x192 would spill, too.
 SOFTMAX_128 = dataclasses.replace(PINGPONG_128, epilogue_n=64)
