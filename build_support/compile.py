@@ -1,4 +1,4 @@
-"""Compiles the CUDA objects: every generated kernel, csrc/reduce/*.cu. They are free of torch and Python, so all environments share them.
+"""Compiles the CUDA objects: the generated sources of the kernels, csrc/reduce/*.cu. They are free of torch and Python, so all environments share them.
 
 One nvcc run each, with ccache when it is there. An object is up to date when its command has not changed and no file in its dependency list
 is newer. ninja does the work; without it, a thread pool applies the same rule.
@@ -64,7 +64,8 @@ def list_objects(plan: Plan, folder: pathlib.Path, environ: Mapping[str, str] = 
     ptx = [c for codes in plan.code.values() for c in codes if c.ptx]
     flags = dict.fromkeys([flag for a in plan.archs for flag in a.gencode] + settings.kernel_gencode(ptx))
     reduce = [make(p, flags) for p in sorted((ROOT / "csrc" / "reduce").glob("*.cu"))]
-    kernels = [make(folder / "src" / f"{k.key}.cu", settings.kernel_gencode(plan.code[k.arch])) for k in plan.kernels]
+    sources = {k.source: k.arch for k in plan.kernels}
+    kernels = [make(folder / "src" / f"{source}.cu", settings.kernel_gencode(plan.code[arch])) for source, arch in sources.items()]
     return reduce + kernels
 
 

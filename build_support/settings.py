@@ -1,7 +1,7 @@
 """What to build. Everything is read from the environment and the machine here, and nowhere else:
 
     CODA_CUDA               auto (default), 0 or 1: whether the CUDA kernels are built
-    CODA_PROGRAMS           comma-separated programs of csrc/kernels.py; default all
+    CODA_PROGRAMS           comma-separated programs of csrc/kernels.py, for a shorter build; default all
     TORCH_CUDA_ARCH_LIST    such as "9.0" or "8.0;9.0a"; default: 8.0, 8.6 and 9.0
     CODA_FORCE_ARCH         sm80 or sm90: kernels of this architecture only. sm80 with 9.0 in the list: compiled for Hopper too, for tests there
     MAX_JOBS                compiler processes at a time

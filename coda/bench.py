@@ -2,6 +2,7 @@
 
     python -m coda.bench                                        every program at the presets 1b and 8b
     python -m coda.bench --presets 70b --programs dswiglu       some of them
+    python -m coda.bench --tokens 1,256,1024                    with other numbers of tokens
     python -m coda.bench --whole --out FILE                     MLP and block, forward and backward
     python -m coda.bench --head                                 the head and its loss, with the memory that they take
     python -m coda.bench --all-kernels --schedules              every kernel and scheduler setting, for tuning
@@ -73,7 +74,7 @@ def rnd(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16, de
     return (torch.randn(*shape, device=device) * scale).to(dtype)
 
 
-def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = "cuda") -> list[Problem]:
+def problems(preset: Preset, dtype: torch.dtype, m: int, device: str = "cuda") -> list[Problem]:
     """Every program of a block at the place where a block uses it."""
     ops, d, f = torch.ops.coda, preset.dim, preset.ffn_dim
     new = lambda *s, scale=1.0: rnd(*s, scale=scale, dtype=dtype, device=device)
@@ -180,7 +181,7 @@ def problems(preset: Preset, dtype: torch.dtype, m: int = TOKENS, device: str = 
     ]
 
 
-def whole(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[tuple[str, dict[str, Callable[[], Any]]]]:
+def whole(preset: Preset, dtype: torch.dtype, m: int) -> list[tuple[str, dict[str, Callable[[], Any]]]]:
     """norm + MLP + residual, and a block of 2 x m/2 tokens: CODA, eager, torch.compile, and the sum of the bare products (and attention)."""
     from coda.nn import DecoderConfig, TransformerBlock
 
@@ -247,7 +248,7 @@ def whole(preset: Preset, dtype: torch.dtype, m: int = TOKENS) -> list[tuple[str
     return rows
 
 
-def head(preset: Preset, dtype: torch.dtype, m: int = HEAD_TOKENS) -> list[tuple[str, dict[str, Callable[[], Any]]]]:
+def head(preset: Preset, dtype: torch.dtype, m: int) -> list[tuple[str, dict[str, Callable[[], Any]]]]:
     """The head and the loss of m tokens: CODA, torch.compile of both with the logits held, Liger's where it is installed, and the bare products."""
     d, v = preset.dim, preset.vocabulary
     leaf = lambda *s, scale=1.0: rnd(*s, scale=scale, dtype=dtype).requires_grad_()
@@ -328,7 +329,7 @@ def in_random_turns(candidates: list[Callable[[], None]], rounds: int, seed: int
             turn()
 
 
-def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> list[dict]:
+def measure_program(preset: str, tokens: int, problem: Problem, args: argparse.Namespace) -> list[dict]:
     keys: list[str | None] = [None]
     if args.all_kernels or problem.program == "plain":
         arch, _ = _C.arch_for(*torch.cuda.get_device_capability())
@@ -363,7 +364,8 @@ def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> 
     rows = []
     for setting in settings:
         _, swizzle, raster = setting
-        row = {"preset": preset, "program": problem.program, "what": problem.what, "backend": backends[setting], "swizzle": swizzle, "raster": raster}
+        row = {"preset": preset, "tokens": tokens, "program": problem.program, "what": problem.what, "backend": backends[setting]}
+        row |= {"swizzle": swizzle, "raster": raster}
         row["ms"], row["torch_mm_ms"] = statistics.median(times[setting]), statistics.median(mm)
         row["ratio"] = statistics.median(c / b for c, b in zip(times[setting], mm))
         rows.append(row | {f"{n}_ms": statistics.median(times[n]) for n in others})
@@ -371,17 +373,17 @@ def measure_program(preset: str, problem: Problem, args: argparse.Namespace) -> 
     for row in rows[: 6 if args.schedules else None]:
         extra = "".join(f"  {n} {row[f'{n}_ms']:8.4f}" for n in others) or "  "
         extra += f"  swizzle {row['swizzle']} raster {row['raster']}  {row['backend']}" if args.all_kernels or args.schedules else ""
-        print(f"{preset:4s}{row['program']:26s}{row['what']:17s}{row['ms']:8.4f} ms  mm {row['torch_mm_ms']:8.4f}  ratio {row['ratio']:.4f}{extra}", flush=True)
+        print(f"{preset:4s}{tokens:6d}  {row['program']:26s}{row['what']:17s}{row['ms']:8.4f} ms  mm {row['torch_mm_ms']:8.4f}  ratio {row['ratio']:.4f}{extra}", flush=True)
     return rows
 
 
-def measure_whole(name: str, what: str, candidates: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict:
+def measure_whole(name: str, tokens: int, what: str, candidates: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict:
     taken = {f"{n}_mib": memory(f) for n, f in candidates.items() if n != "products"} if args.head else {}
     times: dict[str, list[float]] = {n: [] for n in candidates}
     in_random_turns([lambda n=n, f=f: times[n].append(milliseconds(f, args.rep, args.sustained)) for n, f in candidates.items()], args.rounds)
     medians = {n: statistics.median(t) for n, t in times.items()}
-    print(f"{name:4s}{what:28s}" + "  ".join(f"{n} {t:.4f} ms" for n, t in medians.items()) + "".join(f"  {n} {m}" for n, m in taken.items()), flush=True)
-    return {"preset": name, "what": what, **{f"{n}_ms": t for n, t in medians.items()}, **taken}
+    print(f"{name:4s}{tokens:6d}  {what:28s}" + "  ".join(f"{n} {t:.4f} ms" for n, t in medians.items()) + "".join(f"  {n} {m}" for n, m in taken.items()), flush=True)
+    return {"preset": name, "tokens": tokens, "what": what, **{f"{n}_ms": t for n, t in medians.items()}, **taken}
 
 
 def environment() -> dict[str, Any]:
@@ -399,16 +401,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m coda.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default="1b,8b", help=f"comma-separated, of {', '.join(PRESETS)}")
     parser.add_argument("--programs", default="", help="comma-separated names, default all")
+    parser.add_argument("--tokens", default="", help=f"comma-separated numbers, default {TOKENS}, {HEAD_TOKENS} with --head; even with --whole")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rep", type=int, default=25, help="milliseconds a burst")
     parser.add_argument("--whole", action="store_true", help="MLP and block instead of single programs")
-    parser.add_argument("--head", action="store_true", help=f"the head and its loss, {HEAD_TOKENS} tokens, instead of single programs")
+    parser.add_argument("--head", action="store_true", help="the head and its loss instead of single programs")
     parser.add_argument("--sustained", action="store_true", help="launches back to back")
     parser.add_argument("--all-kernels", action="store_true")
     parser.add_argument("--schedules", action="store_true", help="also every swizzle and raster order")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results")
     args = parser.parse_args()
+    tokens = args.tokens.split(",") if args.tokens else [str(HEAD_TOKENS if args.head else TOKENS)]
+    for m in tokens:
+        if not m.isdecimal() or int(m) < 1 or (args.whole and int(m) % 2):
+            parser.error(f"--tokens has {m or 'nothing'}, expected {'even' if args.whole else 'positive'} numbers")
     if not torch.cuda.is_available() or _C.arch_for(*torch.cuda.get_device_capability())[0] is None:
         parser.error(f"this needs a GPU that kernels were built for ({coda.info()['backend']})")
     wanted = [p for p in args.programs.split(",") if p]
@@ -421,17 +428,18 @@ def main() -> None:
     for name in args.presets.split(","):
         if name not in PRESETS:
             parser.error(f"--presets has {name}, expected some of {', '.join(PRESETS)}")
-        if args.whole or args.head:
-            for what, candidates in (head if args.head else whole)(PRESETS[name], dtype):
-                rows.append(measure_whole(name, what, candidates, args))
-                torch._dynamo.reset()
-        else:
-            for problem in problems(PRESETS[name], dtype):
+        for m in map(int, tokens):
+            if args.whole or args.head:
+                for what, candidates in (head if args.head else whole)(PRESETS[name], dtype, m):
+                    rows.append(measure_whole(name, m, what, candidates, args))
+                    torch._dynamo.reset()
+                continue
+            for problem in problems(PRESETS[name], dtype, m):
                 if not wanted or problem.program in wanted:
-                    rows += measure_program(name, problem, args)
+                    rows += measure_program(name, m, problem, args)
                     torch._dynamo.reset()
     if args.out:
-        args.out.write_text(json.dumps(environment() | {"tokens": HEAD_TOKENS if args.head else TOKENS, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def linear_cross_entropy(
         x: [..., D]; float32, float64, bfloat16 or float16.
         weight: [V, D], dtype and device of x (inside autocast, of any of these dtypes). bias: [V].
         target: [...], int64 or int32, each in [0, V) or ignore_index.
-        norm_weight: [D] in x's dtype or float32: x is the input of an RMSNorm with this weight and eps. None: no norm, or with stats one without a
-            weight.
+        norm_weight: [D] in x's dtype or, beside 16 bits, float32: x is the input of an RMSNorm with this weight and eps. None: no norm, or
+            with stats one without a weight.
         stats: the statistics that came with x from `coda.linear_residual`. None: they are computed here, in a pass over x.
         ignore_index: rows with this target have loss 0, no gradient, and are not counted in the mean.
         reduction: "mean" over the rows that count, "sum" or "none" (for a weight for each token, which then multiplies the result).

@@ -140,7 +140,7 @@ def linear_residual(
     Args:
         a: [..., K]; float32, float64, bfloat16 or float16. weight: [N, K]. residual: [..., N]. bias: [N]. All of one dtype and device (inside
             autocast, of any of these dtypes).
-        next_norm_weight: [N], the weight of the norm that reads the result, in its dtype or float32; eps of that norm.
+        next_norm_weight: [N], the weight of the norm that reads the result, in its dtype or, beside 16 bits, float32; eps of that norm.
         next_norm: "rms" or "layer", the kind of that norm.
 
     Returns:

@@ -62,13 +62,13 @@ def fused_mlp_forward(
         x: [..., D]; float32, float64, bfloat16 or float16.
         w_gate_up: [2F, D], gate rows first, or a pair (gate, up) of [F, D] each; dtype and device of x. With gated=False w_up, [F, D].
         w_down: [D_out, F].
-        norm_weight: [D], dtype of x or float32. None: no norm, of either kind.
+        norm_weight: [D], dtype of x or, beside 16 bits, float32. None: no norm, of either kind.
         eps: of the norm.
         residual: [..., D_out]. None: nothing is added. It may be x itself.
         activation: of the gate: "silu" (SwiGLU), "gelu" (GEGLU, erf) or "gelu_tanh" (Shazeer, GLU Variants Improve Transformer,
             arXiv:2002.05202); with gated=False also "relu" or "relu2" (its square).
         gated: False for two layers with an activation between them, as in GPT-2, BERT or ViT. The rest is for these alone:
-        up_bias: [F]. down_bias: [D_out]. norm: "rms" or "layer". norm_bias: [D] in x's dtype or float32, for "layer".
+        up_bias: [F]. down_bias: [D_out]. norm: "rms" or "layer". norm_bias: [D] in x's dtype or, beside 16 bits, float32, for "layer".
 
     Returns:
         [..., D_out] in x's dtype. Inside an autocast region all tensors but norm_weight, norm_bias and residual are cast to its dtype first, and

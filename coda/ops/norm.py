@@ -88,7 +88,7 @@ def rms_norm_stats(x: Tensor, norm_weight: Tensor | None = None, eps: float = 1e
 
     Args:
         x: [..., D]; float32, float64, bfloat16 or float16.
-        norm_weight: [D], dtype of x or float32. None: h is x itself.
+        norm_weight: [D], dtype of x or, beside 16 bits, float32. None: h is x itself.
         eps: added to the mean of squares.
 
     Returns:

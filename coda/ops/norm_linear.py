@@ -51,12 +51,12 @@ def norm_linear(
 
     Args:
         x: [..., D]; float32, float64, bfloat16 or float16.
-        norm_weight: [D] in x's dtype or float32. None: a norm without a weight.
+        norm_weight: [D] in x's dtype or, beside 16 bits, float32. None: a norm without a weight.
         weight: [N, D]; for a gated activation [2F, D], gate rows first, or a pair (gate, up) of [F, D] each. bias: [N]; none for a gated one.
         eps: of the norm.
         activation: None, "relu", "relu2" (its square), "silu", "gelu" (erf), "gelu_tanh", or gated: "swiglu", "geglu", "geglu_tanh".
         stats: the statistics that came with x from `coda.linear_residual`. None: they are computed here, in a pass over x.
-        norm: "rms" or "layer". norm_bias: [D] in x's dtype or float32, for "layer".
+        norm: "rms" or "layer". norm_bias: [D] in x's dtype or, beside 16 bits, float32, for "layer".
 
     Returns:
         x, and y [..., N] (gated: [..., F]), in x's dtype. Use the returned x, not the argument, for the residual stream: its gradient is then added
@@ -124,10 +124,11 @@ def norm_linear_rope(
 
     Args:
         x: [B, T, D]; float32, float64, bfloat16 or float16.
-        norm_weight: [D] in x's dtype or float32. None: a norm without a weight.
+        norm_weight: [D] in x's dtype or, beside 16 bits, float32. None: a norm without a weight.
         w_qkv: [(num_heads + 2 num_kv_heads) head_dim, D]: the heads of q, then of k, then of v; or three tensors, which are copied behind each
             other for the product. bias: [(num_heads + 2 num_kv_heads) head_dim], or three tensors.
-        cos, sin: [P, rotary_dim / 2] in float32 or x's dtype, a row for each position; rotary_dim <= head_dim, the columns beyond it do not turn.
+        cos, sin: [P, rotary_dim / 2] in x's dtype or, beside 16 bits, float32, a row for each position; rotary_dim <= head_dim, the columns beyond it do
+            not turn.
         positions: int64 or int32, [T] or [B, T], the row of the tables for each token, each in [0, P). None: 0 .. T-1.
         interleaved: pairs are columns (2c, 2c+1) of a head instead of (c, c + rotary_dim / 2).
         q_norm_weight, k_norm_weight: [head_dim], both of x's dtype or both float32; both or neither. qk_norm_eps: of these norms; None: eps.

@@ -30,7 +30,7 @@ def linear_residual_rms_norm(
 
     Args:
         x: [..., K]; float32, float64, bfloat16 or float16. weight: [N, K]. residual: [..., N]. bias: [N].
-        norm_weight: [N] in x's dtype or float32. None: h is residual_out.
+        norm_weight: [N] in x's dtype or, beside 16 bits, float32. None: h is residual_out.
 
     Returns:
         residual_out and h [..., N] in x's dtype; rstd [...] in float32 (float64 for float64).

@@ -111,8 +111,9 @@ struct Gemm {
 };
 
 // What a generated source calls to describe its kernel.
-template <class G, class Program, class Config>
+template <class Program, class Config, class Element, Layout kLayout, int kRaster>
 constexpr KernelInfo describe(char const* key, char const* program, char const* layout, char const* dtype, double rate, int min_k) {
+  using G = Gemm<Program, Config, Element, kLayout, kRaster>;
   return {key, program, "sm90", layout, dtype, Config::kTileM, Config::kTileN, Config::kTileK, Config::kClusterM, Config::kClusterN,
           G::kStages, G::kSharedMemory, G::kThreads, G::kPaired ? 2 : 1,
           kPairingOf<Program> == Pairing::kHeadHalves ? Config::kEpilogueN : 0, 0, kHasHeadMean<Program>, Config::kTileM / (Config::kEpilogueM / 16), 8, rate, min_k, &G::launch};

@@ -1,11 +1,12 @@
 """Every kernel once on small shapes, for compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.csrc.sanitize [part of a kernel's key]
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.csrc.sanitize
 
-also with --tool racecheck. Without torch's cache an access behind a buffer is not inside another. initcheck does not see the bulk stores of TMA: it reports
+also with --tool racecheck, which takes minutes: --shard 0/8 to 7/8 are eight processes' parts of it. Without torch's cache an access behind a buffer is not inside another. initcheck does not see the bulk stores of TMA: it reports
 torch's reads of what they wrote.
 """
-import sys
+import argparse
+import re
 import time
 
 import torch
@@ -46,26 +47,38 @@ def row_kernels(m, d):
         ops.scale_(ops.scaled(t, t[:1].clone(), torch.bfloat16), t[:1].clone())
 
 
-def main(part=""):
+def gemm_kernel(key):
+    kernel = KERNELS[key]
+    for m, n, k in ((8 if kernel["layout"] == "nt" else 1, 8, 8), (136, 264, 72)):
+        for splits in (0, 2) if kernel["splits"] else (0,):
+            _C.force_schedule(0, 0, splits)
+            with force_kernel(key):
+                for _ in run(kernel, m, n, k, 0):
+                    pass
+        _C.force_schedule(0, 0)
+
+
+def selected(keys, shard):
+    """(name, function) of what a process runs: what `keys`, a regular expression, finds, of that every n-th from the i-th on for `shard`, i/n."""
+    parts = {key: lambda key=key: gemm_kernel(key) for key in KERNELS}
+    parts |= {f"row_kernels_{m}x{d}": lambda m=m, d=d: row_kernels(m, d) for m, d in ((3, 40), (130, 264))}
+    i, n = map(int, shard.split("/"))
+    return [part for part in parts.items() if re.search(keys, part[0])][i::n]
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.csrc.sanitize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("keys", nargs="?", default="", help="a regular expression of kernels' keys and row_kernels, such as 'bf16.*sm80$'; default all")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="the I-th of N parts")
+    args = parser.parse_args()
     torch.manual_seed(0)
-    for key, kernel in KERNELS.items():
-        if part in key:
-            print(key, end="", flush=True)  # before it runs: so that the last line is about what went wrong, or took too long
-            begin = time.monotonic()
-            for m, n, k in ((8 if kernel["layout"] == "nt" else 1, 8, 8), (136, 264, 72)):
-                for splits in (0, 2) if kernel["splits"] else (0,):
-                    _C.force_schedule(0, 0, splits)
-                    with force_kernel(key):
-                        for _ in run(kernel, m, n, k, 0):
-                            pass
-                _C.force_schedule(0, 0)
-            torch.cuda.synchronize()
-            print(f": {time.monotonic() - begin:.1f} s", flush=True)
-    for m, d in ((3, 40), (130, 264)):
-        row_kernels(m, d)
+    for name, function in selected(args.keys, args.shard):
+        print(name, end="", flush=True)  # before it runs: so that the last line is about what went wrong, or took too long
+        begin = time.monotonic()
+        function()
         torch.cuda.synchronize()
-        print("row kernels", m, d, flush=True)
+        print(f": {time.monotonic() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
