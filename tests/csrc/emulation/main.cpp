@@ -1,5 +1,5 @@
 // The code of the SM80 kernels on the CPU, every program at shapes that end inside of tiles, beside the CPU back end's loop over the same accumulators. The
-// operands are small integers, so that products are exact and tiles equal to the bit. Prints what differs.
+// operands are small integers, so that products are exact and tiles equal to the bit. Prints what differs, and what races (accesses.hpp).
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -18,6 +18,7 @@
 #include "sm80/block.hpp"
 
 using namespace coda;
+using Config = CODA_CONFIG;  // from the manifest
 using sm80::bf16;
 using sm80::fp16;
 using sm80::Layout;
@@ -36,9 +37,10 @@ float fraction() { return float(random_bits() % 1024) / 512 - 1; }
 
 template <class T>
 struct Aligned {
+  std::size_t bytes;
   std::vector<T> storage;
   T* data;
-  explicit Aligned(std::size_t count, T value = T(0.0f)) : storage(count + 64 / sizeof(T), value) {
+  explicit Aligned(std::size_t count, T value = T(0.0f)) : bytes(count * sizeof(T)), storage(count + 64 / sizeof(T), value) {
     data = reinterpret_cast<T*>((reinterpret_cast<std::uintptr_t>(storage.data()) + 31) / 32 * 32);
   }
 };
@@ -187,7 +189,7 @@ void report(std::string const& what, char const* kind, int i, double at, double 
   if (++failures < 20) std::printf("%s: %s %d at %g is %g, expected %g\n", what.c_str(), kind, i, at, found, wanted);
 }
 
-template <class Program, class Config>
+template <class Program>
 struct Comparer {
   std::string const& what;
   Shape const& s;
@@ -291,12 +293,13 @@ struct Comparer {
   Resource const *softmax = nullptr, *expected_softmax = nullptr;
 };
 
-template <class Program, class Config, Layout kLayout, class... Ls, class... Ss, std::size_t... kL, std::size_t... kS>
+template <class Program, Layout kLayout, class... Ls, class... Ss, std::size_t... kL, std::size_t... kS>
 void check(std::string const& name, Shape const& s, List<Ls...>, List<Ss...>, std::index_sequence<kL...>, std::index_sequence<kS...>) {
   using Block = sm80::Block<Program, Config, bf16, kLayout>;
   std::string const what = name + " " + std::to_string(s.m) + " " + std::to_string(s.n) + " " + std::to_string(s.k) + " rotary " +
                            std::to_string(s.rotary_dim) + " of " + std::to_string(s.head_dim) + " splits " + std::to_string(s.splits) + " variant " +
                            std::to_string(s.variant);
+  namespace emulation = sm80::emulation;
   Memory memory;
   GemmArguments g;
   g.m = s.m, g.n = s.n, g.k = s.k;
@@ -341,81 +344,82 @@ void check(std::string const& name, Shape const& s, List<Ls...>, List<Ss...>, st
   std::vector<int> seen(static_cast<std::size_t>(tiles));
   g.splits = int(count_parts(s.k, s.splits, Config::kTileK));
   if (g.splits > 1) g.parts = memory.add_float(std::size_t(g.splits * tiles * Config::kTileM * Config::kTileN), Maker::poison);
+  Aligned<float> shared(Block::kSharedMemory / 4);
+  auto* const bytes = reinterpret_cast<unsigned char*>(shared.data);
+  emulation::watch(bytes, Block::kSharedMemory, true);
+  for (auto const& half : memory.halves) emulation::watch(half->data, half->bytes, false);
+  for (auto const& floats : memory.floats) emulation::watch(floats->data, floats->bytes, false);
+  auto const launch = [&](int number, int blocks, auto f) {
+    for (int i = 0; i < blocks; ++i) {
+      std::fill(shared.storage.begin(), shared.storage.end(), std::numeric_limits<float>::quiet_NaN());
+      emulation::run_block(number, i, Config::kThreads, [&] { f(i); });
+    }
+  };
+  auto const block = [&](int i) { return Block(g, sm80::tile_of(grid, i % tiles), bytes); };
+  if (g.splits == 1) {
+    launch(0, tiles, [&](int i) { block(i).run(); });
+  } else {
+    launch(0, tiles * g.splits, [&](int i) { block(i).run_part(i / tiles, i % tiles, tiles); });
+    launch(1, tiles, [&](int i) { block(i).add_parts(i, tiles); });
+  }
+  emulation::forget();
+  if (std::string const races = emulation::races(); !races.empty()) ++failures, std::printf("%s: %s", what.c_str(), races.c_str());
   for (int i = 0; i < tiles; ++i) {
     auto const tile = sm80::tile_of(grid, i);
     ++seen[std::size_t(tile.m * grid.tiles_n + tile.n)];
-    Aligned<float> shared(Block::kSharedMemory / 4, std::numeric_limits<float>::quiet_NaN());
-    auto* bytes = reinterpret_cast<unsigned char*>(shared.data);
-    if (g.splits == 1) {
-      sm80::emulation::run_block(Config::kThreads, [&] { Block(g, tile, bytes).run(); });
-      continue;
-    }
-    for (int part = 0; part < g.splits; ++part)
-      sm80::emulation::run_block(Config::kThreads, [&] { Block(g, tile, bytes).run_part(part, i, tiles); });
-    sm80::emulation::run_block(Config::kThreads, [&] { Block(g, tile, bytes).add_parts(i, tiles); });
   }
   for (int count : seen)
     if (count != 1) report(what, "tile seen", 0, 0, count, 1);
-  Comparer<Program, Config> comparer{what, s};
+  Comparer<Program> comparer{what, s};
   (comparer.compare(Ss{}, g.sinks[kS], expected.sinks[kS], int(kS)), ...);
 }
 
-template <class Program, class Config, Layout kLayout>
+template <class Program, Layout kLayout>
 void check(std::string const& name, std::vector<Shape> const& shapes) {
   for (Shape s : shapes)
     for (int variant = 0; variant < 4; ++variant) {
       s.variant = variant;
       sm80::emulation::late_copies = variant % 3 != 0;
-      check<Program, Config, kLayout>(name, s, typename Program::Loads{}, typename Program::Sinks{}, std::make_index_sequence<Program::Loads::size>{},
+      check<Program, kLayout>(name, s, typename Program::Loads{}, typename Program::Sinks{}, std::make_index_sequence<Program::Loads::size>{},
                                       std::make_index_sequence<Program::Sinks::size>{});
     }
   std::printf("%s\n", name.c_str()), std::fflush(stdout);
 }
 
-using Square = sm80::Config<128, 128, 32, 2, 2, 4, 2>;
-using Wide = sm80::Config<128, 256, 32, 2, 4, 4, 1>;
-using Small = sm80::Config<64, 128, 32, 2, 2, 4, 3>;
-
-// Every program, or one of each pairing and major.
-template <class Config>
-void all(std::string const& config, bool everything) {
-  auto const name = [&](char const* program) { return config + " " + program; };
+void check_programs() {
   std::vector<Shape> const few = {{136, 264, 72}, {130, 136, 8}, {70, 8, 264}};
   std::vector<Shape> const heads = {{130, 192, 40, 64, 64}, {130, 384, 8, 128, 32}, {30, 384, 40, 128, 128}, {64, 160, 8, 32, 16}};
-  check<Plain, Config, Layout::kTN>(name("plain tn"), {{136, 264, 72}, {1, 8, 8}, {129, 136, 200}});
-  check<RstdGluPreactivation<Silu>, Config, Layout::kTN>(name("rstd_swiglu_preactivation"), {{136, 272, 72}});
-  check<DActLayer, Config, Layout::kNN>(name("dact_layer"), few);
-  check<NormBackward, Config, Layout::kNN>(name("norm_backward"), few);
-  check<RstdRope<Pairing::kHeadHalves>, Config, Layout::kTN>(name("rstd_rope"), {heads[0], heads[1]});
-  check<RstdQkNormRope, Config, Layout::kTN>(name("rstd_qknorm_rope"), {heads[0]});
+  check<Plain, Layout::kTN>("plain tn", {{136, 264, 72}, {1, 8, 8}, {129, 136, 200}});
+  check<RstdGluPreactivation<Silu>, Layout::kTN>("rstd_swiglu_preactivation", {{136, 272, 72}});
+  check<DActLayer, Layout::kNN>("dact_layer", few);
+  check<NormBackward, Layout::kNN>("norm_backward", few);
+  check<RstdRope<Pairing::kHeadHalves>, Layout::kTN>("rstd_rope", heads);
+  check<RstdQkNormRope, Layout::kTN>("rstd_qknorm_rope", {heads[0], heads[2], {30, 160, 8, 16, 16}});
   std::vector<Shape> const classes = {{136, 264, 72, 0, 0, 3}, {1, 8, 8}, {30, 552, 40, 0, 0, 7}, {16, 320, 72}};
-  check<LseSelectExponentials, Config, Layout::kTN>(name("lse_select_exponentials"), classes);
-  check<LseSelectGeneralExponentials, Config, Layout::kTN>(name("lse_select_general_exponentials"), classes);
-  check<DLogitsGeneral, Config, Layout::kTN>(name("dlogits_general"), classes);
-  if (!everything) return;
-  check<LseSelect, Config, Layout::kTN>(name("lse_select"), classes);
-  check<LseSelectLogits, Config, Layout::kTN>(name("lse_select_logits"), classes);
-  check<DLogits, Config, Layout::kTN>(name("dlogits"), classes);
-  check<LseSelectGeneral, Config, Layout::kTN>(name("lse_select_general"), classes);
-  check<LseSelectGeneralLogits, Config, Layout::kTN>(name("lse_select_general_logits"), classes);
-  check<Plain, Config, Layout::kNN>(name("plain nn"), {{136, 264, 72}, {1, 8, 8}});
-  check<Plain, Config, Layout::kNT>(name("plain nt"), {{136, 264, 72}, {8, 8, 8}});
-  check<Plain, Config, Layout::kTN>(name("plain tn, split K"), {{136, 264, 200, 0, 0, 0, 3}, {8, 136, 64, 0, 0, 0, 5}});
-  check<Plain, Config, Layout::kNN>(name("plain nn, split K"), {{136, 264, 200, 0, 0, 0, 2}});
-  check<Plain, Config, Layout::kNT>(name("plain nt, split K"), {{136, 264, 200, 0, 0, 0, 7}});
-  check<NormBackward, Config, Layout::kNN>(name("norm_backward, split K"), {{136, 264, 200, 0, 0, 0, 3}});
-  check<PlainResidual, Config, Layout::kTN>(name("plain_residual"), few);
-  check<RstdGlu<Gelu>, Config, Layout::kTN>(name("rstd_geglu"), {{136, 272, 72}});
-  check<DGlu<Silu>, Config, Layout::kNN>(name("dswiglu"), few);
-  check<RstdAct, Config, Layout::kTN>(name("rstd_act"), few);
-  check<DAct, Config, Layout::kNN>(name("dact"), few);
-  check<RstdLinear, Config, Layout::kTN>(name("rstd"), few);
-  check<ResidualSqsum, Config, Layout::kTN>(name("residual_sqsum"), few);
-  check<ResidualMoments, Config, Layout::kTN>(name("residual_moments"), few);
-  check<LayerNormBackward, Config, Layout::kNN>(name("layer_norm_backward"), few);
-  check<RstdRope<Pairing::kHeadHalves>, Config, Layout::kTN>(name("rstd_rope of other heads"), {heads[2], heads[3]});
-  check<RstdRope<Pairing::kAdjacent>, Config, Layout::kTN>(name("rstd_rope_adjacent"), {heads[0], heads[1], {30, 120, 8, 24, 24}, {30, 264, 8, 24, 20}});
-  check<RstdQkNormRope, Config, Layout::kTN>(name("rstd_qknorm_rope of other heads"), {heads[2], {30, 160, 8, 16, 16}});
+  check<LseSelectExponentials, Layout::kTN>("lse_select_exponentials", classes);
+  check<LseSelectGeneralExponentials, Layout::kTN>("lse_select_general_exponentials", classes);
+  check<DLogitsGeneral, Layout::kTN>("dlogits_general", classes);
+  check<LseSelect, Layout::kTN>("lse_select", classes);
+  check<LseSelectLogits, Layout::kTN>("lse_select_logits", classes);
+  check<DLogits, Layout::kTN>("dlogits", classes);
+  check<LseSelectGeneral, Layout::kTN>("lse_select_general", classes);
+  check<LseSelectGeneralLogits, Layout::kTN>("lse_select_general_logits", classes);
+  check<Plain, Layout::kNN>("plain nn", {{136, 264, 72}, {1, 8, 8}});
+  check<Plain, Layout::kNT>("plain nt", {{136, 264, 72}, {8, 8, 8}});
+  check<Plain, Layout::kTN>("plain tn, split K", {{136, 264, 200, 0, 0, 0, 3}, {8, 136, 64, 0, 0, 0, 5}});
+  check<Plain, Layout::kNN>("plain nn, split K", {{136, 264, 200, 0, 0, 0, 2}});
+  check<Plain, Layout::kNT>("plain nt, split K", {{136, 264, 200, 0, 0, 0, 7}});
+  check<NormBackward, Layout::kNN>("norm_backward, split K", {{136, 264, 200, 0, 0, 0, 3}});
+  check<PlainResidual, Layout::kTN>("plain_residual", few);
+  check<RstdGlu<Gelu>, Layout::kTN>("rstd_geglu", {{136, 272, 72}});
+  check<DGlu<Silu>, Layout::kNN>("dswiglu", few);
+  check<RstdAct, Layout::kTN>("rstd_act", few);
+  check<DAct, Layout::kNN>("dact", few);
+  check<RstdLinear, Layout::kTN>("rstd", few);
+  check<ResidualSqsum, Layout::kTN>("residual_sqsum", few);
+  check<ResidualMoments, Layout::kTN>("residual_moments", few);
+  check<LayerNormBackward, Layout::kNN>("layer_norm_backward", few);
+  check<RstdRope<Pairing::kAdjacent>, Layout::kTN>("rstd_rope_adjacent", {heads[0], heads[1], {30, 120, 8, 24, 24}, {30, 264, 8, 24, 20}});
 }
 
 // Lanes that move bytes at a time must not meet in a bank: 16 bytes a lane in turns of eight lanes, 8 bytes in turns of sixteen.
@@ -460,9 +464,7 @@ void check_banks() {
 
 int main() {
   check_banks();
-  all<Square>("128x128x32", true);
-  all<Wide>("128x256x32", false);
-  all<Small>("64x128x32", false);
+  check_programs();
   if (failures > 0) std::printf("%d failures\n", failures);
   return failures > 0;
 }

@@ -4,6 +4,7 @@
 // early fails with late ones, one that overwrites too early with early ones.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -16,6 +17,8 @@
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include "accesses.hpp"
 
 #define CODA_D inline
 
@@ -76,7 +79,9 @@ struct Copy {
   unsigned char value[16];
 };
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf paused;
+  bool started = false;
   std::unique_ptr<unsigned char[]> stack;
   bool done = false;
   std::vector<Copy> copies;
@@ -96,7 +101,7 @@ struct Warp {
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline Meeting block{0};
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline int current = 0;
 inline std::function<void()> body;
 
@@ -105,21 +110,39 @@ inline void fail(char const* what) {
   std::abort();
 }
 
+// swapcontext would ask the system for the mask of signals each time, which takes longer than all else here.
+inline void pause() {
+  running = false;
+  if (_setjmp(fibers[std::size_t(current)].paused) == 0) _longjmp(scheduler, 1);
+}
+inline void resume() {
+  Fiber& fiber = fibers[std::size_t(current)];
+  if (_setjmp(scheduler) != 0) return;
+  running = true;
+  if (fiber.started) _longjmp(fiber.paused, 1);
+  fiber.started = true;
+  setcontext(&fiber.start);
+}
+
 inline void meet(Meeting& m) {
   if (++m.arrived == m.size) {
     m.arrived = 0, ++m.number;
-    return;
+  } else {
+    for (int const number = m.number; m.number == number;) pause();
   }
-  for (int const number = m.number; m.number == number;) swapcontext(&fibers[std::size_t(current)].context, &scheduler);
+  here.epoch = block.number;
 }
 
 inline void enter() {
   body();
-  fibers[std::size_t(current)].done = true;
+  Fiber& fiber = fibers[std::size_t(current)];
+  if (!fiber.copies.empty() || !fiber.groups.empty()) fail("a thread ends before its copies have arrived");
+  fiber.done = true, running = false;
+  _longjmp(scheduler, 1);
 }
 
 // Runs `f` in every thread of a block.
-inline void run_block(int threads, std::function<void()> f) {
+inline void run_block(int launch, int number, int threads, std::function<void()> f) {
   constexpr std::size_t kStack = 1 << 18;
   body = std::move(f);
   fibers = std::vector<Fiber>(std::size_t(threads));
@@ -127,17 +150,17 @@ inline void run_block(int threads, std::function<void()> f) {
   block = {threads};
   for (Fiber& fiber : fibers) {
     fiber.stack.reset(new unsigned char[kStack]);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, enter, 0);
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.get(), fiber.start.uc_stack.ss_size = kStack;
+    makecontext(&fiber.start, enter, 0);
   }
   for (bool going = true; going;) {
     going = false;
     for (current = 0; current < threads; ++current) {
       if (fibers[std::size_t(current)].done) continue;
       going = true;
-      swapcontext(&scheduler, &fibers[std::size_t(current)].context);
+      here = {launch, number, block.number, current};
+      resume();
     }
   }
   for (Warp const& warp : warps)
@@ -162,27 +185,31 @@ inline int thread_index() { return emulation::current; }
 inline void barrier() { emulation::meet(emulation::block); }
 inline SharedAddress shared_address(void const* p) { return static_cast<unsigned char*>(const_cast<void*>(p)); }
 
-inline void deliver(std::vector<emulation::Copy> const& copies) {
+__attribute__((no_sanitize("thread"))) inline void deliver(std::vector<emulation::Copy> const& copies) {
   for (auto const& copy : copies) std::memcpy(copy.to, copy.value, copy.bytes);
 }
 inline void copy_async(SharedAddress to, void const* from, bool valid, std::size_t bytes) {
   if (reinterpret_cast<std::uintptr_t>(to) % bytes != 0 || (valid && reinterpret_cast<std::uintptr_t>(from) % bytes != 0)) emulation::fail("a copy is not aligned");
   emulation::Copy copy{to, bytes, {}};
-  if (valid) std::memcpy(copy.value, from, bytes);
+  if (valid) emulation::note_read(from, bytes), std::memcpy(copy.value, from, bytes);
+  emulation::begin_copy(to, bytes);
   emulation::fibers[std::size_t(emulation::current)].copies.push_back(copy);
 }
 inline void copy_async(SharedAddress to, void const* from, bool valid) { copy_async(to, from, valid, 16); }
 inline void copy_async(float* to, void const* from, bool valid) { copy_async(shared_address(to), from, valid, 4); }
 inline void commit_copies() {
   auto& fiber = emulation::fibers[std::size_t(emulation::current)];
-  if (!emulation::late_copies) deliver(fiber.copies), fiber.copies.clear();
+  if (!emulation::late_copies) deliver(fiber.copies);
   fiber.groups.push_back(std::move(fiber.copies));
   fiber.copies.clear();
 }
 template <int kPending>
 inline void wait_copies() {
   auto& groups = emulation::fibers[std::size_t(emulation::current)].groups;
-  for (; groups.size() > kPending; groups.pop_front()) deliver(groups.front());
+  for (; groups.size() > kPending; groups.pop_front()) {
+    for (auto const& copy : groups.front()) emulation::end_copy(copy.to, copy.bytes);
+    if (emulation::late_copies) deliver(groups.front());
+  }
 }
 
 template <bool kTransposed>
@@ -194,7 +221,8 @@ inline void load_matrices(std::uint32_t (&r)[4], SharedAddress from) {
     std::uint16_t two[2];
     for (int i = 0; i < 2; ++i) {
       int const row = kTransposed ? lane % 4 * 2 + i : lane / 4, column = kTransposed ? lane / 4 : lane % 4 * 2 + i;
-      std::memcpy(&two[i], warp.addresses[8 * m + row] + 2 * column, 2);
+      unsigned char const* const at = warp.addresses[8 * m + row] + 2 * column;
+      emulation::note_read(at, 2), std::memcpy(&two[i], at, 2);
     }
     r[m] = two[0] | std::uint32_t(two[1]) << 16;
   }
@@ -221,13 +249,9 @@ float unpack(std::uint32_t word, int which) {
   return float(e);
 }
 
+// Its accesses are to memory of its own, and many.
 template <class Element>
-void multiply(float (&d)[4], std::uint32_t const (&a)[4], std::uint32_t b0, std::uint32_t b1) {
-  int const lane = emulation::current % 32;
-  auto const& warp = emulation::exchange([&](emulation::Shown& shown, int lane) {
-    for (int i = 0; i < 4; ++i) shown.words[lane][i] = a[i];
-    shown.words[lane][4] = b0, shown.words[lane][5] = b1;
-  });
+__attribute__((no_sanitize("thread"))) void multiply_shown(float (&d)[4], emulation::Shown const& warp, int lane) {
   for (int v = 0; v < 4; ++v) {
     int const row = lane / 4 + 8 * (v / 2), column = lane % 4 * 2 + v % 2;
     for (int k = 0; k < 16; ++k) {
@@ -238,6 +262,14 @@ void multiply(float (&d)[4], std::uint32_t const (&a)[4], std::uint32_t b0, std:
     }
   }
 }
+template <class Element>
+void multiply(float (&d)[4], std::uint32_t const (&a)[4], std::uint32_t b0, std::uint32_t b1) {
+  auto const& warp = emulation::exchange([&](emulation::Shown& shown, int lane) {
+    for (int i = 0; i < 4; ++i) shown.words[lane][i] = a[i];
+    shown.words[lane][4] = b0, shown.words[lane][5] = b1;
+  });
+  multiply_shown<Element>(d, warp, emulation::current % 32);
+}
 
 inline float from_lane_xor(float value, int mask) {
   return emulation::exchange([&](emulation::Shown& shown, int lane) { shown.values[lane] = value; }).values[emulation::current % 32 ^ mask];
@@ -246,7 +278,7 @@ inline float from_lane_xor(float value, int mask) {
 template <class To, class From>
 void copy_aligned(To* to, From const* from, std::size_t bytes, void const* memory) {
   if (reinterpret_cast<std::uintptr_t>(memory) % bytes != 0) emulation::fail("an access is not aligned");
-  std::memcpy(to, from, bytes);
+  emulation::note_read(from, bytes), emulation::note_write(to, bytes), std::memcpy(to, from, bytes);
 }
 inline float load_one(float const* from) { return *from; }
 inline std::int64_t load_one(std::int64_t const* from) { return *from; }
