@@ -24,7 +24,7 @@ from typing import Iterable, Mapping
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GIB = 1 << 30
-MEMORY_PER_JOB = 5 * GIB  # about what one kernel takes to compile; the largest peak at 4.3, for some seconds
+MEMORY_PER_JOB = 5 * GIB  # about what one file takes to compile; the largest peak at 4.4, for some seconds
 
 
 class BuildError(Exception):

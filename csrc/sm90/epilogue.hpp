@@ -78,25 +78,25 @@ struct LoadNode<Context, Scalar> {
 
 template <class Context, int kAbsent>
 struct LoadNode<Context, RowVector<kAbsent>> {
-  using Node = RowVectorNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
+  using Node = TileNode<RowVectorCallbacks<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, r.fp32, r.pair_stride}; }
 };
 
 template <class Context, int kAbsent>
 struct LoadNode<Context, ColVector<kAbsent>> {
-  using Node = ColVectorNode<typename Context::Config, Context::kPairing, kAbsent>;
+  using Node = TileNode<ColVectorCallbacks<typename Context::Config, Context::kPairing, kAbsent>>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {r.data, true, 0}; }
 };
 
 template <class Context, int kAbsent>
 struct LoadNode<Context, TableRow<kAbsent>> {
-  using Node = TableNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
+  using Node = TileNode<TableCallbacks<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const& g) { return {r.data, r.ld, r.fp32, g.rotation}; }
 };
 
 template <class Context, int kAbsent>
 struct LoadNode<Context, HeadVector<kAbsent>> {
-  using Node = HeadVectorNode<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>;
+  using Node = TileNode<HeadVectorCallbacks<typename Context::Config, Context::kPairing, typename Context::Element, kAbsent>>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const& g) { return {r.data, r.second, r.fp32, g.rotation}; }
 };
 
@@ -110,7 +110,7 @@ struct LoadNode<Context, TileLoad> {
 template <class Context>
 struct LoadNode<Context, ColumnIs> {
   static_assert(Context::kPairing == Pairing::kNone, "a column of each row, of pairs, has no node");
-  using Node = ColumnIsNode<typename Context::Config>;
+  using Node = TileNode<ColumnIsCallbacks<typename Context::Config>>;
   static typename Node::Arguments arguments(Resource const& r, GemmArguments const&) { return {static_cast<int64_t const*>(r.data)}; }
 };
 
@@ -134,21 +134,21 @@ struct SinkNode<Context, HalfTileStore> {
 
 template <class Context>
 struct SinkNode<Context, RowPartial> {
-  using Node = RowPartialNode<typename Context::Config, Context::kPairing>;
+  using Node = TileNode<RowPartialCallbacks<typename Context::Config, Context::kPairing>>;
   static typename Node::Arguments arguments(Resource const& r) { return {static_cast<float*>(r.data), r.ld}; }
 };
 
 template <class Context>
 struct SinkNode<Context, ColPartial> {
   static_assert(Context::kPairing == Pairing::kNone, "column partials of pairs have no node");
-  using Node = ColPartialNode<typename Context::Config>;
+  using Node = TileNode<ColPartialCallbacks<typename Context::Config>>;
   static typename Node::Arguments arguments(Resource const& r) { return {static_cast<float*>(r.data), r.ld}; }
 };
 
 template <class Context>
 struct SinkNode<Context, RowSoftmax> {
   static_assert(Context::kPairing == Pairing::kNone, "a softmax over pairs has no node");
-  using Node = RowSoftmaxNode<typename Context::Config, Context::Program::kMaxPlanes>;
+  using Node = TileNode<RowSoftmaxCallbacks<typename Context::Config, Context::Program::kMaxPlanes>>;
   static typename Node::Arguments arguments(Resource const& r) {
     return {static_cast<float*>(r.data), r.ld, r.pair_stride, int(r.value), r.columns, static_cast<float*>(const_cast<void*>(r.second))};
   }
@@ -157,7 +157,7 @@ struct SinkNode<Context, RowSoftmax> {
 template <class Context>
 struct SinkNode<Context, RowSelect> {
   static_assert(Context::kPairing == Pairing::kNone, "selecting from pairs has no node");
-  using Node = RowSelectNode<typename Context::Config>;
+  using Node = TileNode<RowSelectCallbacks<typename Context::Config>>;
   static typename Node::Arguments arguments(Resource const& r) {
     return {static_cast<float*>(r.data), r.pair_stride, static_cast<int64_t const*>(r.second), r.columns};
   }

@@ -84,13 +84,47 @@ struct TileGeometry {
   CUTLASS_DEVICE bool ragged_m() const { return row + Config::kTileM > m; }
 };
 
+// What a node that works out rows and columns itself does with one tile: the callbacks of a consumer's thread, which know the tile, the node's arguments, and
+// kFloats values in shared memory.
+template <class Config, Pairing kPairing, class Arguments_, int kFloats_ = 0>
+struct TileCallbacks : fusion::detail::EmptyConsumerStoreCallbacks {
+  using Arguments = Arguments_;
+  using Geometry = TileGeometry<Config, kPairing>;
+  static constexpr int kFloats = kFloats_;
+  Geometry geometry;
+  Arguments const* params;
+  float* smem;
+  CUTLASS_DEVICE TileCallbacks(Geometry const& g, Arguments const* p, float* s) : geometry(g), params(p), smem(s) {}
+};
+
+// The node itself.
+template <class Callbacks>
+struct TileNode : PlainNode<typename Callbacks::Arguments> {
+  using Arguments = typename Callbacks::Arguments;
+  static constexpr int kFloats = Callbacks::kFloats;
+  struct Values {
+    alignas(16) float values[kFloats == 0 ? 1 : kFloats];
+  };
+  using SharedStorage = cute::conditional_t<kFloats == 0, NodeBase::SharedStorage, Values>;
+  CUTLASS_HOST_DEVICE TileNode() {}
+  CUTLASS_HOST_DEVICE TileNode(Arguments const& p, SharedStorage const& storage) : params(&p) {
+    if constexpr (kFloats > 0) smem = const_cast<float*>(storage.values);
+  }
+  Arguments const* params = nullptr;
+  float* smem = nullptr;
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(typename Callbacks::Geometry(args), params, smem);
+  }
+};
+
 // --- loads -----------------------------------------------------------------------------------------------------------------------
 
 struct ScalarArguments {
   float value = 0;
 };
 
-// A number from the kernel's parameters.
+// A number from the kernel's parameters, read once a kernel.
 struct ScalarNode : PlainNode<ScalarArguments> {
   CUTLASS_HOST_DEVICE ScalarNode() {}
   CUTLASS_HOST_DEVICE ScalarNode(Params const& params, SharedStorage const&) : value(params.value) {}
@@ -132,43 +166,27 @@ CUTLASS_DEVICE Array<float, kFragment> read_columns(float const* values, int thr
 
 // N values broadcast over rows: once a tile from global to shared memory, as fp32, and from there where they are used.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
-struct RowVectorNode : PlainNode<VectorArguments> {
-  using Geometry = TileGeometry<Config, kPairing>;
-  struct SharedStorage {
-    alignas(16) float values[Config::kTileN];
-  };
-  CUTLASS_HOST_DEVICE RowVectorNode() {}
-  CUTLASS_HOST_DEVICE RowVectorNode(VectorArguments const& p, SharedStorage const& storage) : params(&p), smem(const_cast<float*>(storage.values)) {}
-  VectorArguments const* params = nullptr;
-  float* smem = nullptr;
-
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    VectorArguments const* params;
-    float* smem;
-    CUTLASS_DEVICE Callbacks(Geometry const& g, VectorArguments const* p, float* s) : geometry(g), params(p), smem(s) {}
-    CUTLASS_DEVICE void begin() {
-      if (params->data == nullptr) return;
-      for (int p = geometry.thread; p < Config::kTileN; p += Geometry::kThreads) {
-        int const column = geometry.column_at(p);
-        int64_t const at = column + geometry.half_at(p) * params->pair_stride;
-        float value = 0;
-        if (column < geometry.n) value = params->wide ? static_cast<float const*>(params->data)[at] : float(static_cast<Element const*>(params->data)[at]);
-        smem[p] = value;
-      }
+struct RowVectorCallbacks : TileCallbacks<Config, kPairing, VectorArguments, Config::kTileN> {
+  using Base = TileCallbacks<Config, kPairing, VectorArguments, Config::kTileN>;
+  using Base::Base, Base::geometry, Base::params, Base::smem;
+  using typename Base::Geometry;
+  CUTLASS_DEVICE void begin() {
+    if (params->data == nullptr) return;
+    for (int p = geometry.thread; p < Config::kTileN; p += Geometry::kThreads) {
+      int const column = geometry.column_at(p);
+      int64_t const at = column + geometry.half_at(p) * params->pair_stride;
+      float value = 0;
+      if (column < geometry.n) value = params->wide ? static_cast<float const*>(params->data)[at] : float(static_cast<Element const*>(params->data)[at]);
+      smem[p] = value;
     }
-    CUTLASS_DEVICE bool begin_sync_needed() const { return params->data != nullptr; }
-    template <class Acc, int kFragment>
-    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
-      if (params->data != nullptr) return read_columns<kFragment>(smem + epi_n * Config::kEpilogueN, geometry.thread);
-      Array<float, kFragment> result;
-      result.fill(float(kAbsent));
-      return result;
-    }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params, smem);
+  }
+  CUTLASS_DEVICE bool begin_sync_needed() const { return params->data != nullptr; }
+  template <class Acc, int kFragment>
+  CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
+    if (params->data != nullptr) return read_columns<kFragment>(smem + epi_n * Config::kEpilogueN, geometry.thread);
+    Array<float, kFragment> result;
+    result.fill(float(kAbsent));
+    return result;
   }
 };
 
@@ -181,81 +199,54 @@ struct HeadVectorArguments {
 
 // Two vectors of one value for each column of a head; the subtile is a head. Both go to shared memory, as fp32, once a tile.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
-struct HeadVectorNode : PlainNode<HeadVectorArguments> {
+struct HeadVectorCallbacks : TileCallbacks<Config, kPairing, HeadVectorArguments, 2 * Config::kEpilogueN> {
+  using Base = TileCallbacks<Config, kPairing, HeadVectorArguments, 2 * Config::kEpilogueN>;
+  using Base::Base, Base::geometry, Base::params, Base::smem;
+  using typename Base::Geometry;
   static_assert(kPairing == Pairing::kHeadHalves, "a subtile must be a head");
-  using Geometry = TileGeometry<Config, kPairing>;
   static constexpr int kHead = Config::kEpilogueN;
-  struct SharedStorage {
-    alignas(16) float values[2 * kHead];
-  };
-  CUTLASS_HOST_DEVICE HeadVectorNode() {}
-  CUTLASS_HOST_DEVICE HeadVectorNode(HeadVectorArguments const& p, SharedStorage const& storage) : params(&p), smem(const_cast<float*>(storage.values)) {}
-  HeadVectorArguments const* params = nullptr;
-  float* smem = nullptr;
-
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    HeadVectorArguments const* params;
-    float* smem;
-    CUTLASS_DEVICE Callbacks(Geometry const& g, HeadVectorArguments const* p, float* s) : geometry(g), params(p), smem(s) {}
-    CUTLASS_DEVICE void begin() {
-      for (int p = geometry.thread; p < 2 * kHead; p += Geometry::kThreads) {
-        void const* data = p < kHead ? params->first : params->second;
-        smem[p] = params->wide ? static_cast<float const*>(data)[p % kHead] : float(static_cast<Element const*>(data)[p % kHead]);
-      }
+  CUTLASS_DEVICE void begin() {
+    for (int p = geometry.thread; p < 2 * kHead; p += Geometry::kThreads) {
+      void const* data = p < kHead ? params->first : params->second;
+      smem[p] = params->wide ? static_cast<float const*>(data)[p % kHead] : float(static_cast<Element const*>(data)[p % kHead]);
     }
-    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
-    CUTLASS_DEVICE int begin_of(int epi_n) const { return geometry.column + epi_n * Config::kEpilogueN; }
-    CUTLASS_DEVICE bool inside(int epi_n) const { return begin_of(epi_n) < params->rotation.columns; }
-    template <class Acc, int kFragment>
-    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
-      if (inside(epi_n)) return read_columns<kFragment>(smem + (begin_of(epi_n) < params->rotation.query_columns ? 0 : kHead), geometry.thread);
-      Array<float, kFragment> result;
-      result.fill(float(kAbsent));
-      return result;
-    }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params, smem);
+  }
+  CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
+  CUTLASS_DEVICE int begin_of(int epi_n) const { return geometry.column + epi_n * Config::kEpilogueN; }
+  CUTLASS_DEVICE bool inside(int epi_n) const { return begin_of(epi_n) < params->rotation.columns; }
+  template <class Acc, int kFragment>
+  CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int, int epi_n) {
+    if (inside(epi_n)) return read_columns<kFragment>(smem + (begin_of(epi_n) < params->rotation.query_columns ? 0 : kHead), geometry.thread);
+    Array<float, kFragment> result;
+    result.fill(float(kAbsent));
+    return result;
   }
 };
 
 // M values (fp32) broadcast over columns: a thread has two rows of each subtile.
 template <class Config, Pairing kPairing, int kAbsent>
-struct ColVectorNode : PlainNode<VectorArguments> {
-  using Geometry = TileGeometry<Config, kPairing>;
-  CUTLASS_HOST_DEVICE ColVectorNode() {}
-  CUTLASS_HOST_DEVICE ColVectorNode(VectorArguments const& p, SharedStorage const&) : params(&p) {}
-  VectorArguments const* params = nullptr;
-
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    VectorArguments const* params;
-    float values[Geometry::kSubtilesM][2];
-    CUTLASS_DEVICE Callbacks(Geometry const& g, VectorArguments const* p) : geometry(g), params(p) {}
-    CUTLASS_DEVICE void begin() {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) values[j / 2][j % 2] = float(kAbsent);
-      if (params->data == nullptr) return;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) {
-        // Rows beyond the last one are never stored, so they may read any value.
-        int const row = cute::min(geometry.row_of(j / 2, 2 * (j % 2)), geometry.m - 1);
-        values[j / 2][j % 2] = __ldg(static_cast<float const*>(params->data) + row);
-      }
+struct ColVectorCallbacks : TileCallbacks<Config, kPairing, VectorArguments> {
+  using Base = TileCallbacks<Config, kPairing, VectorArguments>;
+  using Base::Base, Base::geometry, Base::params;
+  using typename Base::Geometry;
+  float values[Geometry::kSubtilesM][2];
+  CUTLASS_DEVICE void begin() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) values[j / 2][j % 2] = float(kAbsent);
+    if (params->data == nullptr) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) {
+      // Rows beyond the last one are never stored, so they may read any value.
+      int const row = cute::min(geometry.row_of(j / 2, 2 * (j % 2)), geometry.m - 1);
+      values[j / 2][j % 2] = __ldg(static_cast<float const*>(params->data) + row);
     }
-    template <class Acc, int kFragment>
-    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int) {
-      Array<float, kFragment> result;
-      CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < kFragment; ++v) result[v] = values[epi_m][(v / 2) % 2];
-      return result;
-    }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params);
+  }
+  template <class Acc, int kFragment>
+  CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int) {
+    Array<float, kFragment> result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kFragment; ++v) result[v] = values[epi_m][(v / 2) % 2];
+    return result;
   }
 };
 
@@ -269,84 +260,73 @@ struct TableArguments {
 // A value of the table row that belongs to the row's position, for each pair of columns; straight from global memory, since all heads of a
 // tile read the same few rows of the table and find them in the first-level cache.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
-struct TableNode : PlainNode<TableArguments> {
+struct TableCallbacks : TileCallbacks<Config, kPairing, TableArguments> {
+  using Base = TileCallbacks<Config, kPairing, TableArguments>;
+  using Base::Base, Base::geometry, Base::params;
+  using typename Base::Geometry;
   static_assert(kPairing == Pairing::kHeadHalves || kPairing == Pairing::kAdjacent, "tables belong to pairs within a head");
-  using Geometry = TileGeometry<Config, kPairing>;
-  CUTLASS_HOST_DEVICE TableNode() {}
-  CUTLASS_HOST_DEVICE TableNode(TableArguments const& p, SharedStorage const&) : params(&p) {}
-  TableArguments const* params = nullptr;
+  int64_t offsets[Geometry::kSubtilesM][2];  // of the table rows of this thread's rows
 
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    TableArguments const* params;
-    int64_t offsets[Geometry::kSubtilesM][2];  // of the table rows of this thread's rows
-    CUTLASS_DEVICE Callbacks(Geometry const& g, TableArguments const* p) : geometry(g), params(p) {}
-
-    CUTLASS_DEVICE void begin() {
+  CUTLASS_DEVICE void begin() {
+    Rotation const& turn = params->rotation;
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < Geometry::kSubtilesM; ++e) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int const row = geometry.row_of(e, 2 * i);
+        int64_t position = 0;
+        if (row < geometry.m)
+          position = turn.positions == nullptr ? row % int(turn.period)
+                     : turn.positions64        ? static_cast<int64_t const*>(turn.positions)[row]
+                                               : static_cast<int const*>(turn.positions)[row];
+        offsets[e][i] = position * params->ld;
+      }
+    }
+  }
+  // The branches on dtype and on turning are taken once a subtile, around straight runs of loads: a load inside a branch of its own would be
+  // waited for at its end.
+  template <class Value, int kFragment>
+  CUTLASS_DEVICE void load(Array<float, kFragment>& result, int epi_m, int epi_n) const {
+    auto const* table = static_cast<Value const*>(params->data);
+    if constexpr (kPairing == Pairing::kHeadHalves) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kFragment / 2; v += 2) {
+        Value const* p = table + offsets[epi_m][(v / 2) % 2] + fragment_column(geometry.thread, v);
+        if constexpr (sizeof(Value) == 4) {
+          float2 const two = __ldg(reinterpret_cast<float2 const*>(p));
+          result[v] = two.x, result[v + 1] = two.y;
+        } else {
+          result[v] = float(p[0]), result[v + 1] = float(p[1]);
+        }
+      }
+    } else {
       Rotation const& turn = params->rotation;
       CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < Geometry::kSubtilesM; ++e) {
+      for (int k = 0; k < kFragment / 4; ++k) {  // eight columns, which do not straddle two heads
+        int const first = geometry.column + epi_n * Config::kEpilogueN + 8 * k, column = first % int(turn.head_dim) + 2 * (geometry.thread % 4);
+        bool const turns = first < turn.columns && column < turn.rotary_dim;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          int const row = geometry.row_of(e, 2 * i);
-          int64_t position = 0;
-          if (row < geometry.m)
-            position = turn.positions == nullptr ? row % int(turn.period)
-                       : turn.positions64        ? static_cast<int64_t const*>(turn.positions)[row]
-                                                 : static_cast<int const*>(turn.positions)[row];
-          offsets[e][i] = position * params->ld;
+          float const value = float(table[offsets[epi_m][i] + (turns ? column / 2 : 0)]);
+          result[4 * k + 2 * i] = turns ? value : float(kAbsent);
         }
       }
     }
-    // The branches on dtype and on turning are taken once a subtile, around straight runs of loads: a load inside a branch of its own would be
-    // waited for at its end.
-    template <class Value, int kFragment>
-    CUTLASS_DEVICE void load(Array<float, kFragment>& result, int epi_m, int epi_n) const {
-      auto const* table = static_cast<Value const*>(params->data);
-      if constexpr (kPairing == Pairing::kHeadHalves) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kFragment / 2; v += 2) {
-          Value const* p = table + offsets[epi_m][(v / 2) % 2] + fragment_column(geometry.thread, v);
-          if constexpr (sizeof(Value) == 4) {
-            float2 const two = __ldg(reinterpret_cast<float2 const*>(p));
-            result[v] = two.x, result[v + 1] = two.y;
-          } else {
-            result[v] = float(p[0]), result[v + 1] = float(p[1]);
-          }
-        }
-      } else {
-        Rotation const& turn = params->rotation;
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < kFragment / 4; ++k) {  // eight columns, which do not straddle two heads
-          int const first = geometry.column + epi_n * Config::kEpilogueN + 8 * k, column = first % int(turn.head_dim) + 2 * (geometry.thread % 4);
-          bool const turns = first < turn.columns && column < turn.rotary_dim;
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            float const value = float(table[offsets[epi_m][i] + (turns ? column / 2 : 0)]);
-            result[4 * k + 2 * i] = turns ? value : float(kAbsent);
-          }
-        }
+  }
+  template <class Acc, int kFragment>
+  CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int epi_n) {
+    Array<float, kFragment> result;
+    if constexpr (kPairing == Pairing::kHeadHalves) {
+      // The subtile is one group of rotary_dim columns, and all of it turns or none.
+      Rotation const& turn = params->rotation;
+      int const begin = geometry.column + epi_n * Config::kEpilogueN;
+      if (begin >= turn.columns || begin % int(turn.head_dim) >= turn.rotary_dim) {
+        result.fill(float(kAbsent));
+        return result;
       }
     }
-    template <class Acc, int kFragment>
-    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int epi_n) {
-      Array<float, kFragment> result;
-      if constexpr (kPairing == Pairing::kHeadHalves) {
-        // The subtile is one group of rotary_dim columns, and all of it turns or none.
-        Rotation const& turn = params->rotation;
-        int const begin = geometry.column + epi_n * Config::kEpilogueN;
-        if (begin >= turn.columns || begin % int(turn.head_dim) >= turn.rotary_dim) {
-          result.fill(float(kAbsent));
-          return result;
-        }
-      }
-      params->wide ? load<float>(result, epi_m, epi_n) : load<Element>(result, epi_m, epi_n);
-      return result;
-    }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params);
+    params->wide ? load<float>(result, epi_m, epi_n) : load<Element>(result, epi_m, epi_n);
+    return result;
   }
 };
 
@@ -356,48 +336,37 @@ struct ColumnIsArguments {
 
 // 1 in one column of each row. Most tiles hold none of their rows' columns, which a thread finds out once.
 template <class Config>
-struct ColumnIsNode : PlainNode<ColumnIsArguments> {
-  using Geometry = TileGeometry<Config, Pairing::kNone>;
-  CUTLASS_HOST_DEVICE ColumnIsNode() {}
-  CUTLASS_HOST_DEVICE ColumnIsNode(ColumnIsArguments const& p, SharedStorage const&) : params(&p) {}
-  ColumnIsArguments const* params = nullptr;
-
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    ColumnIsArguments const* params;
-    bool here = false;  // one of this thread's rows has its column in this tile
-    CUTLASS_DEVICE Callbacks(Geometry const& g, ColumnIsArguments const* p) : geometry(g), params(p) {}
-    CUTLASS_DEVICE void begin() { here = any_in_tile(geometry, params->columns); }
-    CUTLASS_DEVICE static bool any_in_tile(Geometry const& geometry, int64_t const* columns) {
-      bool any = false;
+struct ColumnIsCallbacks : TileCallbacks<Config, Pairing::kNone, ColumnIsArguments> {
+  using Base = TileCallbacks<Config, Pairing::kNone, ColumnIsArguments>;
+  using Base::Base, Base::geometry, Base::params;
+  using typename Base::Geometry;
+  bool here = false;  // one of this thread's rows has its column in this tile
+  CUTLASS_DEVICE void begin() { here = any_in_tile(geometry, params->columns); }
+  CUTLASS_DEVICE static bool any_in_tile(Geometry const& geometry, int64_t const* columns) {
+    bool any = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) {
+      int const row = geometry.row_of(j / 2, 2 * (j % 2));
+      int64_t const column = row < geometry.m ? __ldg(columns + row) - geometry.column : -1;
+      any = any || (column >= 0 && column < Config::kTileN);
+    }
+    return any;
+  }
+  template <class Acc, int kFragment>
+  CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int epi_n) {
+    Array<float, kFragment> result;
+    result.clear();
+    if (here) {
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2 * Geometry::kSubtilesM; ++j) {
-        int const row = geometry.row_of(j / 2, 2 * (j % 2));
-        int64_t const column = row < geometry.m ? __ldg(columns + row) - geometry.column : -1;
-        any = any || (column >= 0 && column < Config::kTileN);
-      }
-      return any;
-    }
-    template <class Acc, int kFragment>
-    CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int epi_n) {
-      Array<float, kFragment> result;
-      result.clear();
-      if (here) {
+      for (int i = 0; i < 2; ++i) {
+        int const row = cute::min(geometry.row_of(epi_m, 2 * i), geometry.m - 1);
+        int64_t const column = __ldg(params->columns + row) - geometry.column - epi_n * Config::kEpilogueN;
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          int const row = cute::min(geometry.row_of(epi_m, 2 * i), geometry.m - 1);
-          int64_t const column = __ldg(params->columns + row) - geometry.column - epi_n * Config::kEpilogueN;
-          CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < kFragment; ++v)
-            if ((v / 2) % 2 == i) result[v] = column == fragment_column(geometry.thread, v) ? 1.0f : 0.0f;
-        }
+        for (int v = 0; v < kFragment; ++v)
+          if ((v / 2) % 2 == i) result[v] = column == fragment_column(geometry.thread, v) ? 1.0f : 0.0f;
       }
-      return result;
     }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params);
+    return result;
   }
 };
 
@@ -602,97 +571,75 @@ struct PartialArguments {
 
 // Sums along the columns of a tile: each thread its columns in order, then the four threads of a row by a butterfly.
 template <class Config, Pairing kPairing>
-struct RowPartialNode : PlainNode<PartialArguments> {
-  using Geometry = TileGeometry<Config, kPairing>;
-  CUTLASS_HOST_DEVICE RowPartialNode() {}
-  CUTLASS_HOST_DEVICE RowPartialNode(PartialArguments const& p, SharedStorage const&) : params(&p) {}
-  PartialArguments const* params = nullptr;
+struct RowPartialCallbacks : TileCallbacks<Config, kPairing, PartialArguments> {
+  using Base = TileCallbacks<Config, kPairing, PartialArguments>;
+  using Base::Base, Base::geometry, Base::params;
+  using typename Base::Geometry;
+  bool ragged = geometry.ragged_n();
+  float sums[Geometry::kSubtilesM][2] = {};
 
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    PartialArguments const* params;
-    bool ragged;
-    float sums[Geometry::kSubtilesM][2];
-    CUTLASS_DEVICE Callbacks(Geometry const& g, PartialArguments const* p) : geometry(g), params(p), ragged(g.ragged_n()), sums{} {}
-
-    template <int kValues>
-    CUTLASS_DEVICE void put(Array<float, kValues> const& values, int, int epi_m, int epi_n) {
-      if (!ragged) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int g = 0; g < kValues; ++g) sums[epi_m][row_bit(g)] += values[g];
-      } else {
-        // Beyond the last column the operands read as zero, but what the program makes of zeros is its own affair.
-        CUTLASS_PRAGMA_UNROLL
-        for (int g = 0; g < kValues; ++g) {
-          int const p = epi_n * Config::kEpilogueN + fragment_column(geometry.thread, fragment_index<kPairing, Geometry::kFragment>(g, 0));
-          if (geometry.column_at(p) < geometry.n) sums[epi_m][row_bit(g)] += values[g];
-        }
-      }
-    }
-    CUTLASS_DEVICE static constexpr int row_bit(int group) { return (fragment_index<kPairing, Geometry::kFragment>(group, 0) / 2) % 2; }
-    CUTLASS_DEVICE void end() {
+  template <int kValues>
+  CUTLASS_DEVICE void put(Array<float, kValues> const& values, int, int epi_m, int epi_n) {
+    if (!ragged) {
       CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < Geometry::kSubtilesM; ++e) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float sum = sums[e][i];
-          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          int const row = geometry.row_of(e, 2 * i);
-          if (geometry.thread % 4 == 0 && row < geometry.m && geometry.column < geometry.n) params->data[tile() * params->ld + row] = sum;
-        }
+      for (int g = 0; g < kValues; ++g) sums[epi_m][row_bit(g)] += values[g];
+    } else {
+      // Beyond the last column the operands read as zero, but what the program makes of zeros is its own affair.
+      CUTLASS_PRAGMA_UNROLL
+      for (int g = 0; g < kValues; ++g) {
+        int const p = epi_n * Config::kEpilogueN + fragment_column(geometry.thread, fragment_index<kPairing, Geometry::kFragment>(g, 0));
+        if (geometry.column_at(p) < geometry.n) sums[epi_m][row_bit(g)] += values[g];
       }
     }
-    CUTLASS_DEVICE int64_t tile() const { return geometry.column / (Config::kTileN / (kPairing == Pairing::kHalves ? 2 : 1)); }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params);
   }
+  CUTLASS_DEVICE static constexpr int row_bit(int group) { return (fragment_index<kPairing, Geometry::kFragment>(group, 0) / 2) % 2; }
+  CUTLASS_DEVICE void end() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < Geometry::kSubtilesM; ++e) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        float sum = sums[e][i];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        int const row = geometry.row_of(e, 2 * i);
+        if (geometry.thread % 4 == 0 && row < geometry.m && geometry.column < geometry.n) params->data[tile() * params->ld + row] = sum;
+      }
+    }
+  }
+  CUTLASS_DEVICE int64_t tile() const { return geometry.column / (Config::kTileN / (kPairing == Pairing::kHalves ? 2 : 1)); }
 };
 
 // Sums along the rows of a tile, one row of partials a warp: 16 rows of every subtile. Each thread adds its rows in order, then the eight
 // threads of a column by a butterfly. Null: nothing is stored.
 template <class Config>
-struct ColPartialNode : PlainNode<PartialArguments> {
-  using Geometry = TileGeometry<Config, Pairing::kNone>;
+struct ColPartialCallbacks : TileCallbacks<Config, Pairing::kNone, PartialArguments> {
+  using Base = TileCallbacks<Config, Pairing::kNone, PartialArguments>;
+  using Base::Base, Base::geometry, Base::params;
+  using typename Base::Geometry;
   static constexpr int kWarps = Geometry::kThreads / 32;
-  CUTLASS_HOST_DEVICE ColPartialNode() {}
-  CUTLASS_HOST_DEVICE ColPartialNode(PartialArguments const& p, SharedStorage const&) : params(&p) {}
-  PartialArguments const* params = nullptr;
+  bool ragged = geometry.ragged_m();
+  float sums[Geometry::kFragment / 2];  // of the columns of a subtile
 
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    PartialArguments const* params;
-    bool ragged;
-    float sums[Geometry::kFragment / 2];  // of the columns of a subtile
-    CUTLASS_DEVICE Callbacks(Geometry const& g, PartialArguments const* p) : geometry(g), params(p), ragged(g.ragged_m()) {}
-
-    template <int kValues>
-    CUTLASS_DEVICE void put(Array<float, kValues> const& values, int, int epi_m, int epi_n) {
-      if (params->data == nullptr) return;
-      if (epi_m == 0) {
-        CUTLASS_PRAGMA_UNROLL
-        for (float& s : sums) s = 0;
-      }
+  template <int kValues>
+  CUTLASS_DEVICE void put(Array<float, kValues> const& values, int, int epi_m, int epi_n) {
+    if (params->data == nullptr) return;
+    if (epi_m == 0) {
       CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < kValues; ++v)
-        if (!ragged || geometry.row_of(epi_m, v) < geometry.m) sums[2 * (v / 4) + v % 2] += values[v];
-      if (epi_m != Geometry::kSubtilesM - 1) return;
-      int64_t const line = int64_t(geometry.row / Config::kTileM) * kWarps + geometry.thread / 32;
-      CUTLASS_PRAGMA_UNROLL
-      for (int s = 0; s < Geometry::kFragment / 2; ++s) {
-        float sum = sums[s];
-        CUTLASS_PRAGMA_UNROLL
-        for (int lane = 4; lane < 32; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-        int const column = geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, 4 * (s / 2) + s % 2));
-        if (geometry.thread % 32 < 4 && column < geometry.n && geometry.row < geometry.m) params->data[line * params->ld + column] = sum;
-      }
+      for (float& s : sums) s = 0;
     }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params);
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kValues; ++v)
+      if (!ragged || geometry.row_of(epi_m, v) < geometry.m) sums[2 * (v / 4) + v % 2] += values[v];
+    if (epi_m != Geometry::kSubtilesM - 1) return;
+    int64_t const line = int64_t(geometry.row / Config::kTileM) * kWarps + geometry.thread / 32;
+    CUTLASS_PRAGMA_UNROLL
+    for (int s = 0; s < Geometry::kFragment / 2; ++s) {
+      float sum = sums[s];
+      CUTLASS_PRAGMA_UNROLL
+      for (int lane = 4; lane < 32; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+      int const column = geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, 4 * (s / 2) + s % 2));
+      if (geometry.thread % 32 < 4 && column < geometry.n && geometry.row < geometry.m) params->data[line * params->ld + column] = sum;
+    }
   }
 };
 
@@ -708,108 +655,96 @@ struct SoftmaxArguments {
 // Online along the subtiles of a tile, of which each is a group. The maximum of a subtile is shared by the four threads of a row at once, since the
 // exponentials of all of them are relative to it; sums meet at the end of the tile.
 template <class Config, int kMaxPlanes>
-struct RowSoftmaxNode : PlainNode<SoftmaxArguments> {
-  using Geometry = TileGeometry<Config, Pairing::kNone>;
+struct RowSoftmaxCallbacks : TileCallbacks<Config, Pairing::kNone, SoftmaxArguments> {
+  using Base = TileCallbacks<Config, Pairing::kNone, SoftmaxArguments>;
+  using Base::Base, Base::geometry, Base::params;
+  using typename Base::Geometry;
   static_assert(Config::kEpilogueN == kSoftmaxGroup, "a subtile must be a group of columns");
   static constexpr int kRows = 2 * Geometry::kSubtilesM;
-  CUTLASS_HOST_DEVICE RowSoftmaxNode() {}
-  CUTLASS_HOST_DEVICE RowSoftmaxNode(SoftmaxArguments const& p, SharedStorage const&) : params(&p) {}
-  SoftmaxArguments const* params = nullptr;
-
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    SoftmaxArguments const* params;
-    bool ragged;
-    float values[kRows][kMaxPlanes];  // of each row of this thread's
-    CUTLASS_DEVICE Callbacks(Geometry const& g, SoftmaxArguments const* p)
-        : geometry(g), params(p), ragged(g.column + Config::kTileN > int(p->columns)) {}
-    CUTLASS_DEVICE void begin() {
+  bool ragged = geometry.column + Config::kTileN > int(params->columns);
+  float values[kRows][kMaxPlanes];  // of each row of this thread's
+  CUTLASS_DEVICE void begin() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < kRows; ++row) {
       CUTLASS_PRAGMA_UNROLL
-      for (int row = 0; row < kRows; ++row) {
+      for (int p = 0; p < kMaxPlanes; ++p) values[row][p] = p == 0 ? -INFINITY : 0.0f;
+    }
+  }
+
+  // The exponentials of z. Tiles at the right edge have a path of their own. Registers are scarce: z is not changed, since q may be the same.
+  template <int kValues>
+  CUTLASS_DEVICE Array<float, kValues> put(Array<float, kValues> const& z, Array<float, kValues> const& q, int, int epi_m, int epi_n) {
+    static_assert(kValues == Geometry::kFragment, "a fragment must cover its subtile");
+    return ragged ? exponentials<true>(z, q, epi_m, epi_n) : exponentials<false>(z, q, epi_m, epi_n);
+  }
+  template <bool kRagged, int kValues>
+  CUTLASS_DEVICE Array<float, kValues> exponentials(Array<float, kValues> const& z, Array<float, kValues> const& q, int epi_m, int epi_n) {
+    Array<float, kValues> result;
+    auto const counts = [&](int v) CUTLASS_LAMBDA_FUNC_INLINE { return !kRagged || column_of(epi_n, v) < params->columns; };
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const row = 2 * epi_m + i;
+      auto const for_row = [&](auto f) CUTLASS_LAMBDA_FUNC_INLINE {
         CUTLASS_PRAGMA_UNROLL
-        for (int p = 0; p < kMaxPlanes; ++p) values[row][p] = p == 0 ? -INFINITY : 0.0f;
-      }
-    }
-
-    // The exponentials of z. Tiles at the right edge have a path of their own. Registers are scarce: z is not changed, since q may be the same.
-    template <int kValues>
-    CUTLASS_DEVICE Array<float, kValues> put(Array<float, kValues> const& z, Array<float, kValues> const& q, int, int epi_m, int epi_n) {
-      static_assert(kValues == Geometry::kFragment, "a fragment must cover its subtile");
-      return ragged ? exponentials<true>(z, q, epi_m, epi_n) : exponentials<false>(z, q, epi_m, epi_n);
-    }
-    template <bool kRagged, int kValues>
-    CUTLASS_DEVICE Array<float, kValues> exponentials(Array<float, kValues> const& z, Array<float, kValues> const& q, int epi_m, int epi_n) {
-      Array<float, kValues> result;
-      auto const counts = [&](int v) CUTLASS_LAMBDA_FUNC_INLINE { return !kRagged || column_of(epi_n, v) < params->columns; };
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        int const row = 2 * epi_m + i;
-        auto const for_row = [&](auto f) CUTLASS_LAMBDA_FUNC_INLINE {
-          CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < kValues; ++v)
-            if ((v / 2) % 2 == i) f(v);
-        };
-        if constexpr (kMaxPlanes > 3) {
-          if (params->planes > 3) {
-            float totals[2] = {};
-            for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE {
-              if (counts(v)) totals[0] += z[v], totals[1] += q[v];
-            });
-            values[row][3] += totals[0], values[row][4] += totals[1];
-          }
-        }
-        SoftmaxSums<float> sums{values[row][0], values[row][1], values[row][2]};
-        float top = -INFINITY;
-        for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE { top = counts(v) ? fmaxf(top, z[v]) : top; });
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        sums.rescale(fmaxf(sums.top, top * kLog2E<float>));
-        float const base = float(kExponentialShift) - finite_or_zero(sums.top);
-        int const m = geometry.row_of(epi_m, 2 * i), first = geometry.column + epi_n * Config::kEpilogueN;
-        if (params->references != nullptr && geometry.thread % 4 == 0 && m < geometry.m && first < params->columns) {
-          int64_t const groups = (params->columns + kSoftmaxGroup - 1) / kSoftmaxGroup;
-          params->references[m * groups + first / kSoftmaxGroup] = sums.top;
-        }
-        auto const add = [&](auto with_dot) CUTLASS_LAMBDA_FUNC_INLINE {
+        for (int v = 0; v < kValues; ++v)
+          if ((v / 2) % 2 == i) f(v);
+      };
+      if constexpr (kMaxPlanes > 3) {
+        if (params->planes > 3) {
+          float totals[2] = {};
           for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE {
-            float const e = exp2_(fmaf(z[v], kLog2E<float>, base));
-            result[v] = counts(v) ? e : 0.0f;
-            sums.sum += result[v];
-            if constexpr (with_dot) sums.dot = fmaf(result[v], counts(v) ? q[v] : 0.0f, sums.dot);
+            if (counts(v)) totals[0] += z[v], totals[1] += q[v];
           });
-        };
-        // Branched over as a whole: where no dot is wanted, q need not be held.
-        if (params->planes > 2) {
-          add(true_type{});
-        } else {
-          add(false_type{});
+          values[row][3] += totals[0], values[row][4] += totals[1];
         }
-        values[row][0] = sums.top, values[row][1] = sums.sum, values[row][2] = sums.dot;
       }
-      return result;
+      SoftmaxSums<float> sums{values[row][0], values[row][1], values[row][2]};
+      float top = -INFINITY;
+      for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE { top = counts(v) ? fmaxf(top, z[v]) : top; });
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      sums.rescale(fmaxf(sums.top, top * kLog2E<float>));
+      float const base = float(kExponentialShift) - finite_or_zero(sums.top);
+      int const m = geometry.row_of(epi_m, 2 * i), first = geometry.column + epi_n * Config::kEpilogueN;
+      if (params->references != nullptr && geometry.thread % 4 == 0 && m < geometry.m && first < params->columns) {
+        int64_t const groups = (params->columns + kSoftmaxGroup - 1) / kSoftmaxGroup;
+        params->references[m * groups + first / kSoftmaxGroup] = sums.top;
+      }
+      auto const add = [&](auto with_dot) CUTLASS_LAMBDA_FUNC_INLINE {
+        for_row([&](int v) CUTLASS_LAMBDA_FUNC_INLINE {
+          float const e = exp2_(fmaf(z[v], kLog2E<float>, base));
+          result[v] = counts(v) ? e : 0.0f;
+          sums.sum += result[v];
+          if constexpr (with_dot) sums.dot = fmaf(result[v], counts(v) ? q[v] : 0.0f, sums.dot);
+        });
+      };
+      // Branched over as a whole: where no dot is wanted, q need not be held.
+      if (params->planes > 2) {
+        add(true_type{});
+      } else {
+        add(false_type{});
+      }
+      values[row][0] = sums.top, values[row][1] = sums.sum, values[row][2] = sums.dot;
     }
-    CUTLASS_DEVICE int column_of(int epi_n, int v) const { return geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, v)); }
-    CUTLASS_DEVICE void end() {
+    return result;
+  }
+  CUTLASS_DEVICE int column_of(int epi_n, int v) const { return geometry.column_at(epi_n * Config::kEpilogueN + fragment_column(geometry.thread, v)); }
+  CUTLASS_DEVICE void end() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      int const m = geometry.row_of(row / 2, 2 * (row % 2));
       CUTLASS_PRAGMA_UNROLL
-      for (int row = 0; row < kRows; ++row) {
-        int const m = geometry.row_of(row / 2, 2 * (row % 2));
-        CUTLASS_PRAGMA_UNROLL
-        for (int p = 0; p < kMaxPlanes; ++p) {
-          if (p >= params->planes) break;
-          float sum = values[row][p];
-          if (p > 0) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          }
-          if (geometry.thread % 4 == 0 && m < geometry.m && geometry.column < params->columns)
-            params->data[p * params->plane + int64_t(geometry.column / Config::kTileN) * params->ld + m] = sum;
+      for (int p = 0; p < kMaxPlanes; ++p) {
+        if (p >= params->planes) break;
+        float sum = values[row][p];
+        if (p > 0) {
+          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         }
+        if (geometry.thread % 4 == 0 && m < geometry.m && geometry.column < params->columns)
+          params->data[p * params->plane + int64_t(geometry.column / Config::kTileN) * params->ld + m] = sum;
       }
     }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params);
   }
 };
 
@@ -821,40 +756,29 @@ struct SelectArguments {
 };
 
 template <class Config>
-struct RowSelectNode : PlainNode<SelectArguments> {
-  using Geometry = TileGeometry<Config, Pairing::kNone>;
-  CUTLASS_HOST_DEVICE RowSelectNode() {}
-  CUTLASS_HOST_DEVICE RowSelectNode(SelectArguments const& p, SharedStorage const&) : params(&p) {}
-  SelectArguments const* params = nullptr;
+struct RowSelectCallbacks : TileCallbacks<Config, Pairing::kNone, SelectArguments> {
+  using Base = TileCallbacks<Config, Pairing::kNone, SelectArguments>;
+  using Base::Base, Base::geometry, Base::params;
+  using typename Base::Geometry;
+  bool here = false;
+  CUTLASS_DEVICE void begin() { here = ColumnIsCallbacks<Config>::any_in_tile(geometry, params->columns); }
 
-  struct Callbacks : fusion::detail::EmptyConsumerStoreCallbacks {
-    Geometry geometry;
-    SelectArguments const* params;
-    bool here = false;
-    CUTLASS_DEVICE Callbacks(Geometry const& g, SelectArguments const* p) : geometry(g), params(p) {}
-    CUTLASS_DEVICE void begin() { here = ColumnIsNode<Config>::Callbacks::any_in_tile(geometry, params->columns); }
-
-    template <int kValues>
-    CUTLASS_DEVICE void put(Array<float, kValues> const& first, Array<float, kValues> const& second, int, int epi_m, int epi_n) {
-      if (!here) return;
+  template <int kValues>
+  CUTLASS_DEVICE void put(Array<float, kValues> const& first, Array<float, kValues> const& second, int, int epi_m, int epi_n) {
+    if (!here) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const row = geometry.row_of(epi_m, 2 * i);
+      int64_t const wanted = row < geometry.m ? __ldg(params->columns + row) : -1;
+      int64_t const column = wanted - geometry.column - epi_n * Config::kEpilogueN;
+      if (column < 0 || column >= Config::kEpilogueN || wanted >= params->count) continue;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        int const row = geometry.row_of(epi_m, 2 * i);
-        int64_t const wanted = row < geometry.m ? __ldg(params->columns + row) : -1;
-        int64_t const column = wanted - geometry.column - epi_n * Config::kEpilogueN;
-        if (column < 0 || column >= Config::kEpilogueN || wanted >= params->count) continue;
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kValues; ++v)
-          if ((v / 2) % 2 == i && column == fragment_column(geometry.thread, v)) {
-            params->data[row] = first[v];
-            params->data[params->plane + row] = second[v];
-          }
-      }
+      for (int v = 0; v < kValues; ++v)
+        if ((v / 2) % 2 == i && column == fragment_column(geometry.thread, v)) {
+          params->data[row] = first[v];
+          params->data[params->plane + row] = second[v];
+        }
     }
-  };
-  template <bool, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    return Callbacks(Geometry(args), params);
   }
 };
 
