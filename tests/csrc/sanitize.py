@@ -2,8 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.csrc.sanitize
 
-also with --tool racecheck, which takes minutes: --shard 0/8 to 7/8 are eight processes' parts of it. Without torch's cache an access behind a buffer is not inside another. initcheck does not see the bulk stores of TMA: it reports
-torch's reads of what they wrote.
+also with --tool racecheck, which takes minutes: --shard 0/8 to 7/8 are eight processes' parts of it. Without torch's cache an access behind a buffer is not
+inside another. initcheck does not see the bulk stores of TMA: it reports torch's reads of what they wrote.
 """
 import argparse
 import re
