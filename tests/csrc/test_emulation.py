@@ -24,6 +24,7 @@ def run(program, folder, *definitions):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES)
 def test_every_program(tile, tmp_path):
     """Agrees with the CPU back end, and no access races with another."""
