@@ -167,7 +167,7 @@ CUTLASS_DEVICE Array<float, kFragment> read_columns(float const* values, int thr
 // N values broadcast over rows: once a tile from global to shared memory, as fp32, and from there where they are used.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
 struct RowVectorCallbacks : TileCallbacks<Config, kPairing, VectorArguments, Config::kTileN> {
-  using Base = TileCallbacks<Config, kPairing, VectorArguments, Config::kTileN>;
+  using Base = typename RowVectorCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params, Base::smem;
   using typename Base::Geometry;
   CUTLASS_DEVICE void begin() {
@@ -200,7 +200,7 @@ struct HeadVectorArguments {
 // Two vectors of one value for each column of a head; the subtile is a head. Both go to shared memory, as fp32, once a tile.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
 struct HeadVectorCallbacks : TileCallbacks<Config, kPairing, HeadVectorArguments, 2 * Config::kEpilogueN> {
-  using Base = TileCallbacks<Config, kPairing, HeadVectorArguments, 2 * Config::kEpilogueN>;
+  using Base = typename HeadVectorCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params, Base::smem;
   using typename Base::Geometry;
   static_assert(kPairing == Pairing::kHeadHalves, "a subtile must be a head");
@@ -226,7 +226,7 @@ struct HeadVectorCallbacks : TileCallbacks<Config, kPairing, HeadVectorArguments
 // M values (fp32) broadcast over columns: a thread has two rows of each subtile.
 template <class Config, Pairing kPairing, int kAbsent>
 struct ColVectorCallbacks : TileCallbacks<Config, kPairing, VectorArguments> {
-  using Base = TileCallbacks<Config, kPairing, VectorArguments>;
+  using Base = typename ColVectorCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   float values[Geometry::kSubtilesM][2];
@@ -261,7 +261,7 @@ struct TableArguments {
 // tile read the same few rows of the table and find them in the first-level cache.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
 struct TableCallbacks : TileCallbacks<Config, kPairing, TableArguments> {
-  using Base = TileCallbacks<Config, kPairing, TableArguments>;
+  using Base = typename TableCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   static_assert(kPairing == Pairing::kHeadHalves || kPairing == Pairing::kAdjacent, "tables belong to pairs within a head");
@@ -337,7 +337,7 @@ struct ColumnIsArguments {
 // 1 in one column of each row. Most tiles hold none of their rows' columns, which a thread finds out once.
 template <class Config>
 struct ColumnIsCallbacks : TileCallbacks<Config, Pairing::kNone, ColumnIsArguments> {
-  using Base = TileCallbacks<Config, Pairing::kNone, ColumnIsArguments>;
+  using Base = typename ColumnIsCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   bool here = false;  // one of this thread's rows has its column in this tile
@@ -572,7 +572,7 @@ struct PartialArguments {
 // Sums along the columns of a tile: each thread its columns in order, then the four threads of a row by a butterfly.
 template <class Config, Pairing kPairing>
 struct RowPartialCallbacks : TileCallbacks<Config, kPairing, PartialArguments> {
-  using Base = TileCallbacks<Config, kPairing, PartialArguments>;
+  using Base = typename RowPartialCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   bool ragged = geometry.ragged_n();
@@ -613,7 +613,7 @@ struct RowPartialCallbacks : TileCallbacks<Config, kPairing, PartialArguments> {
 // threads of a column by a butterfly. Null: nothing is stored.
 template <class Config>
 struct ColPartialCallbacks : TileCallbacks<Config, Pairing::kNone, PartialArguments> {
-  using Base = TileCallbacks<Config, Pairing::kNone, PartialArguments>;
+  using Base = typename ColPartialCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   static constexpr int kWarps = Geometry::kThreads / 32;
@@ -656,7 +656,7 @@ struct SoftmaxArguments {
 // exponentials of all of them are relative to it; sums meet at the end of the tile.
 template <class Config, int kMaxPlanes>
 struct RowSoftmaxCallbacks : TileCallbacks<Config, Pairing::kNone, SoftmaxArguments> {
-  using Base = TileCallbacks<Config, Pairing::kNone, SoftmaxArguments>;
+  using Base = typename RowSoftmaxCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   static_assert(Config::kEpilogueN == kSoftmaxGroup, "a subtile must be a group of columns");
@@ -757,7 +757,7 @@ struct SelectArguments {
 
 template <class Config>
 struct RowSelectCallbacks : TileCallbacks<Config, Pairing::kNone, SelectArguments> {
-  using Base = TileCallbacks<Config, Pairing::kNone, SelectArguments>;
+  using Base = typename RowSelectCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   bool here = false;

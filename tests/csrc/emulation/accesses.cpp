@@ -141,6 +141,4 @@ void __tsan_read_range(void* p, std::size_t bytes) { note_read(p, bytes); }
 void __tsan_write_range(void* p, std::size_t bytes) { note_write(p, bytes); }
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-void __tsan_vptr_update(void**, void*) {}
-void __tsan_vptr_read(void**) {}
 }

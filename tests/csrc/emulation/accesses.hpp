@@ -1,9 +1,9 @@
 // Finds accesses to the same memory that nothing orders, at least one of which writes: what compute-sanitizer's racecheck looks for, on the CPU, and between
 // blocks too.
 //
-// main.cpp is compiled with -fsanitize=thread, so every access calls what would be the sanitizer's library; accesses.cpp takes its place. Threads of a block
-// are ordered by the barriers of the block alone: that fibers run in turns, and that the lanes of a warp meet, orders nothing. Blocks of a launch are
-// not ordered. A copy that was asked for may write at any time until it is waited for.
+// What includes this is compiled with -fsanitize=thread, so every access calls what would be the sanitizer's library; accesses.cpp, compiled without, takes its
+// place. Threads of a block are ordered by the barriers of the block alone: that fibers run in turns, and that the lanes of a warp meet, orders nothing.
+// Blocks of a launch are not ordered. A copy that was asked for may write at any time until it is waited for.
 #pragma once
 
 #include <cstddef>

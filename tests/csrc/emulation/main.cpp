@@ -381,7 +381,7 @@ void check(std::string const& name, std::vector<Shape> const& shapes) {
       s.variant = variant;
       sm80::emulation::late_copies = variant % 3 != 0;
       check<Program, kLayout>(name, s, typename Program::Loads{}, typename Program::Sinks{}, std::make_index_sequence<Program::Loads::size>{},
-                                      std::make_index_sequence<Program::Sinks::size>{});
+                              std::make_index_sequence<Program::Sinks::size>{});
     }
   std::printf("%s\n", name.c_str()), std::fflush(stdout);
 }
@@ -389,37 +389,37 @@ void check(std::string const& name, std::vector<Shape> const& shapes) {
 void check_programs() {
   std::vector<Shape> const few = {{136, 264, 72}, {130, 136, 8}, {70, 8, 264}};
   std::vector<Shape> const heads = {{130, 192, 40, 64, 64}, {130, 384, 8, 128, 32}, {30, 384, 40, 128, 128}, {64, 160, 8, 32, 16}};
-  check<Plain, Layout::kTN>("plain tn", {{136, 264, 72}, {1, 8, 8}, {129, 136, 200}});
-  check<RstdGluPreactivation<Silu>, Layout::kTN>("rstd_swiglu_preactivation", {{136, 272, 72}});
-  check<DActLayer, Layout::kNN>("dact_layer", few);
-  check<NormBackward, Layout::kNN>("norm_backward", few);
-  check<RstdRope<Pairing::kHeadHalves>, Layout::kTN>("rstd_rope", heads);
-  check<RstdQkNormRope, Layout::kTN>("rstd_qknorm_rope", {heads[0], heads[2], {30, 160, 8, 16, 16}});
   std::vector<Shape> const classes = {{136, 264, 72, 0, 0, 3}, {1, 8, 8}, {30, 552, 40, 0, 0, 7}, {16, 320, 72}};
-  check<LseSelectExponentials, Layout::kTN>("lse_select_exponentials", classes);
-  check<LseSelectGeneralExponentials, Layout::kTN>("lse_select_general_exponentials", classes);
-  check<DLogitsGeneral, Layout::kTN>("dlogits_general", classes);
-  check<LseSelect, Layout::kTN>("lse_select", classes);
-  check<LseSelectLogits, Layout::kTN>("lse_select_logits", classes);
-  check<DLogits, Layout::kTN>("dlogits", classes);
-  check<LseSelectGeneral, Layout::kTN>("lse_select_general", classes);
-  check<LseSelectGeneralLogits, Layout::kTN>("lse_select_general_logits", classes);
+  check<Plain, Layout::kTN>("plain tn", {{136, 264, 72}, {1, 8, 8}, {129, 136, 200}});
   check<Plain, Layout::kNN>("plain nn", {{136, 264, 72}, {1, 8, 8}});
   check<Plain, Layout::kNT>("plain nt", {{136, 264, 72}, {8, 8, 8}});
   check<Plain, Layout::kTN>("plain tn, split K", {{136, 264, 200, 0, 0, 0, 3}, {8, 136, 64, 0, 0, 0, 5}});
   check<Plain, Layout::kNN>("plain nn, split K", {{136, 264, 200, 0, 0, 0, 2}});
   check<Plain, Layout::kNT>("plain nt, split K", {{136, 264, 200, 0, 0, 0, 7}});
-  check<NormBackward, Layout::kNN>("norm_backward, split K", {{136, 264, 200, 0, 0, 0, 3}});
   check<PlainResidual, Layout::kTN>("plain_residual", few);
   check<RstdGlu<Gelu>, Layout::kTN>("rstd_geglu", {{136, 272, 72}});
+  check<RstdGluPreactivation<Silu>, Layout::kTN>("rstd_swiglu_preactivation", {{136, 272, 72}});
   check<DGlu<Silu>, Layout::kNN>("dswiglu", few);
   check<RstdAct, Layout::kTN>("rstd_act", few);
   check<DAct, Layout::kNN>("dact", few);
+  check<DActLayer, Layout::kNN>("dact_layer", few);
   check<RstdLinear, Layout::kTN>("rstd", few);
   check<ResidualSqsum, Layout::kTN>("residual_sqsum", few);
+  check<NormBackward, Layout::kNN>("norm_backward", few);
+  check<NormBackward, Layout::kNN>("norm_backward, split K", {{136, 264, 200, 0, 0, 0, 3}});
   check<ResidualMoments, Layout::kTN>("residual_moments", few);
   check<LayerNormBackward, Layout::kNN>("layer_norm_backward", few);
+  check<RstdRope<Pairing::kHeadHalves>, Layout::kTN>("rstd_rope", heads);
+  check<RstdQkNormRope, Layout::kTN>("rstd_qknorm_rope", {heads[0], heads[2], {30, 160, 8, 16, 16}});
   check<RstdRope<Pairing::kAdjacent>, Layout::kTN>("rstd_rope_adjacent", {heads[0], heads[1], {30, 120, 8, 24, 24}, {30, 264, 8, 24, 20}});
+  check<LseSelect, Layout::kTN>("lse_select", classes);
+  check<LseSelectLogits, Layout::kTN>("lse_select_logits", classes);
+  check<LseSelectExponentials, Layout::kTN>("lse_select_exponentials", classes);
+  check<LseSelectGeneral, Layout::kTN>("lse_select_general", classes);
+  check<LseSelectGeneralLogits, Layout::kTN>("lse_select_general_logits", classes);
+  check<LseSelectGeneralExponentials, Layout::kTN>("lse_select_general_exponentials", classes);
+  check<DLogits, Layout::kTN>("dlogits", classes);
+  check<DLogitsGeneral, Layout::kTN>("dlogits_general", classes);
 }
 
 // Lanes that move bytes at a time must not meet in a bank: 16 bytes a lane in turns of eight lanes, 8 bytes in turns of sixteen.

@@ -1,6 +1,5 @@
 // What accesses.hpp finds, and what it leaves alone. Prints what is not as expected.
 #include <cstdio>
-#include <vector>
 
 #include "sm80/device.hpp"
 
