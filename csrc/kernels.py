@@ -37,6 +37,7 @@ class Config:
     epilogue_n: int = 32
     stages_load: int = 4
     stages_store: int = 2
+    subtiles_per_store: int = 1
     raster: str = "n"
     rate: float = 1.0
     min_k: int = 0
@@ -53,7 +54,7 @@ class Config:
         schedule = {"pingpong": "kPingpong", "cooperative": "kCooperative"}[self.schedule]
         return (
             f"coda::sm90::Config<{numbers}, coda::sm90::Schedule::{schedule}, {self.epilogue_n}, {self.stages_load}, "
-            f"{self.stages_store}>"
+            f"{self.stages_store}, {self.subtiles_per_store}>"
         )
 
     @property
@@ -138,6 +139,9 @@ PINGPONG_192 = Config((128, 192, 64), (1, 1), "pingpong", epilogue_n=32, stages_
 #   residual_sqsum, out-projection (1.04 to 1.09, 0.97 to 1.04), down-projection (1.03 to 1.07, 1.01 to 1.04); cluster 1x1 the same to noise
 #   norm_backward, gate-up (1.04 to 1.08, 1.03 to 1.07); clusters 4x1 and 2x2 take 2 to 5 % longer
 PINGPONG_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=4, stages_store=2, rate=0.97)
+# One tile of loads leaves room for four of stores, of which two share a fence: out-projection (1.03 to 1.04, 0.96 to 0.97) against (1.04 to 1.06, 0.98),
+# down-projection (0.99 to 1.00, 0.98 to 1.01) against (1.00, 0.99). For norm_backward that is no better (1.01 to 1.02, 1.05 to 1.07) against (1.04, 1.03 to 1.06).
+RESIDUAL_128 = dataclasses.replace(PINGPONG_128, stages_store=4, subtiles_per_store=2)
 # For gated units the two are so close that the waves should decide.
 PINGPONG_128_LIGHT = dataclasses.replace(PINGPONG_128, rate=0.9935)
 # One output tensor and a short epilogue: the largest tile wins on large products. Residual: (1.050, 1.007), 128x128 (1.001, 1.028).
@@ -150,18 +154,18 @@ COOPERATIVE_256 = Config((128, 256, 64), (2, 1), "cooperative", epilogue_n=32, s
 # Worse than that: 64x256 pingpong, 256x128 and 128x192 cooperative, a subtile of 32 with one of stores. Blocks that wait for the slowest halve
 # norm_backward's reads from memory once more, 8.7 GB to 4.5 GB at 8b, and save 1 % of its time.
 COOPERATIVE_256_LOADS = dataclasses.replace(COOPERATIVE_256, epilogue_n=16, stages_load=2, min_k=12288, tag="e16")
-# Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product): (1.09 to 1.13, 1.04 to 1.08). At 1b the epilogue is as long as the
-# products. One subtile of loads in flight instead of two makes room for a sixth mainloop stage: (1.17, 1.01), so it is for long products.
-# Also tried, no better: one of stores (1.23, 1.05); a cluster of two; four subtiles of loads in flight, or all asked into the second-level cache
-# beforehand, so latency is not it; three or four of stores; a subtile of 64 columns, which spills, or, seen 16 values at a time, takes mainloop
-# stages (1.17, 1.15); 128x192 with one of 16.
+# Five tiles of memory traffic in one epilogue (gate, up; dgate, dup, product): (1.02 to 1.06, 1.04 to 1.07), with CUTLASS's loops (1.09 to 1.13, 1.04 to 1.08).
+# Others, no better: a cluster of two (1.09, 1.07); four of loads (1.05, 1.08); four of stores (1.09, 1.08), that share fences by two (1.09, 1.08; 1.15, 1.06
+# with a cluster); one of loads and a sixth mainloop stage (1.15 to 1.18, 1.04 to 1.07). (bench/results/tuning.json, runs 13 to 15.)
 DSWIGLU_128 = Config((128, 128, 64), (1, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2, rate=0.97)
-DSWIGLU_128_DEEP = dataclasses.replace(DSWIGLU_128, stages_load=1, rate=1.0, min_k=3072, tag="l1")
+# 192 accumulators leave room for a subtile of 16 columns, and four of them share a fence. With pauses it is as fast (1.07 to 1.08, 1.02 to 1.05), back to
+# back faster for long products: (1.12, 1.10) against (1.11, 1.13). residual_sqsum and norm_backward are slower with it (1.15 to 1.33, 1.02 to 1.11).
+DSWIGLU_192 = Config((128, 192, 64), (2, 1), "pingpong", epilogue_n=16, stages_load=4, stages_store=8, subtiles_per_store=4, min_k=3072, tag="e16")
 # Beside the gradient of an activation with several kinds, sums of rows and of columns, 128 accumulators leave few registers. 64x128 and 128x128
-# (bench/results/tuning.json, run 11):
-#   dact (1.33, 1.27), (1.53, 1.20)   dact_layer (1.89, 1.41), (3.37, 1.93), cooperative (1.89, 1.45); 128x64 (1.98, 1.56)
+# (bench/results/tuning.json, runs 11 and 14):
+#   dact (1.22, 1.30), (1.24, 1.07), without a cluster (1.21, 1.18)   dact_layer (1.89, 1.41), (3.37, 1.93), cooperative (1.89, 1.45); 128x64 (1.98, 1.56)
 DACT_64 = Config((64, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=4, stages_store=2, rate=0.95)
-DACT_128 = dataclasses.replace(DSWIGLU_128, min_k=3072)
+DACT_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2, rate=0.97, min_k=3072)
 # Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width. 128x192 with a
 # subtile of 64 spills: it takes 1.3 times as long at 1b.
 ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
@@ -217,7 +221,7 @@ def manifest() -> list[Kernel]:
     glu = "programs/glu.hpp"
     add("rstd_swiglu", "RstdGlu<Silu>", glu, ("tn",), (PINGPONG_192, PINGPONG_128_LIGHT))
     add("rstd_swiglu_preactivation", "RstdGluPreactivation<Silu>", glu, ("tn",), (PINGPONG_192, PINGPONG_128_LIGHT))
-    add("dswiglu", "DGlu<Silu>", glu, ("nn",), (DSWIGLU_128, DSWIGLU_128_DEEP))
+    add("dswiglu", "DGlu<Silu>", glu, ("nn",), (DSWIGLU_128, DSWIGLU_192))
     add("rstd_geglu", "RstdGlu<Gelu>", glu, ("tn",), (PINGPONG_128,))
     add("rstd_geglu_preactivation", "RstdGluPreactivation<Gelu>", glu, ("tn",), (PINGPONG_128,))
     add("dgeglu", "DGlu<Gelu>", glu, ("nn",), (DSWIGLU_128,))
@@ -227,9 +231,9 @@ def manifest() -> list[Kernel]:
     add("dact_layer", "DActLayer", activation, ("nn",), (DACT_64,))
     norm = "programs/norm.hpp"
     add("rstd", "RstdLinear", norm, ("tn",), (PINGPONG_192, PINGPONG_128))
-    add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (PINGPONG_128, COOPERATIVE_256_LOADS))
+    add("residual_sqsum", "ResidualSqsum", norm, ("tn",), (RESIDUAL_128, COOPERATIVE_256_LOADS))
     add("norm_backward", "NormBackward", norm, ("nn",), (NORM_BACKWARD_128, COOPERATIVE_256_LOADS))
-    add("residual_moments", "ResidualMoments", norm, ("tn",), (PINGPONG_128,))
+    add("residual_moments", "ResidualMoments", norm, ("tn",), (RESIDUAL_128,))
     add("layer_norm_backward", "LayerNormBackward", norm, ("nn",), (PINGPONG_128,))
     rope = "programs/rope.hpp"
     add("rstd_rope", "RstdRope<Pairing::kHeadHalves>", rope, ("tn",), (ROPE_32, ROPE_64, ROPE_128))

@@ -8,7 +8,7 @@ namespace coda::sm90 {
 enum class Schedule { kPingpong, kCooperative };
 
 template <int kTileM_, int kTileN_, int kTileK_, int kClusterM_, int kClusterN_, Schedule kSchedule_, int kEpilogueN_, int kStagesLoad_,
-          int kStagesStore_>
+          int kStagesStore_, int kSubtilesPerStore_>
 struct Config {
   static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = kTileK_;
   static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_;
@@ -18,6 +18,7 @@ struct Config {
   static constexpr int kEpilogueN = kEpilogueN_;              // columns of an epilogue subtile
   static constexpr int kStagesLoad = kStagesLoad_;            // subtiles in flight from global memory
   static constexpr int kStagesStore = kStagesStore_;          // subtiles in flight to global memory
+  static constexpr int kSubtilesPerStore = kSubtilesPerStore_;  // that share a fence and a barrier, collective.hpp
 };
 
 // How the operands are stored. acc = A B^T with A [M, K] and B [N, K].

@@ -1,6 +1,6 @@
-// Drives any epilogue program inside CUTLASS's SM90 TMA epilogue, as one flat visitor node.
+// Drives any epilogue program inside CUTLASS's SM90 TMA epilogue (with the loops of collective.hpp), as one flat visitor node.
 //
-// CUTLASS calls visit(acc, ...) with a thread's values of one subtile. The node visits the loads, applies the program to every value (or
+// The loop calls visit(acc, ...) with a thread's values of one subtile. The node visits the loads, applies the program to every value (or
 // pair), and hands the results to the sinks. The first TileStore is the collective's own D; everything else has a node of its own (nodes.hpp),
 // tile loads too, since the collective's C could not be absent.
 #pragma once
@@ -10,6 +10,7 @@
 #include "coda/params.h"
 #include "coda/sinks.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "sm90/collective.hpp"
 #include "sm90/config.hpp"
 #include "sm90/nodes.hpp"
 
@@ -163,6 +164,11 @@ struct SinkNode<Context, RowSelect> {
   }
 };
 
+template <class Load>
+inline constexpr bool kIsTable = false;
+template <int kAbsent>
+inline constexpr bool kIsTable<TableRow<kAbsent>> = true;
+
 // --- positions -------------------------------------------------------------------------------------------------------------------
 template <class Wanted, class... Ts>
 constexpr int find_first(List<Ts...>) {
@@ -247,14 +253,26 @@ struct Epilogue {
         static_assert(kPairing != Pairing::kHeadHalves || kFragment == Config::kEpilogueN / 2, "a fragment must cover its subtile");
         constexpr int kGroups = kFragment / kColumns;
         Array<float, kFragment> loaded[Loads::size == 0 ? 1 : Loads::size], values;
-        // Loads kFirst ... kLast - 1; and one pair's accumulators and what was loaded for it.
-        auto const load = [&](auto first, auto last) CUTLASS_LAMBDA_FUNC_INLINE {
+        // A wide head goes in parts: what is loaded for all of it would not fit into registers.
+        constexpr int kPart = kPairing == Pairing::kHeadHalves && kGroups > 16 ? 16 : kGroups;
+        using Parts = cute::make_seq<kGroups / kPart>;
+        using All = Int<Loads::size>;
+        // Loads kFirst ... kLast - 1 for a part, of which what takes time is asked for first; and one pair's accumulators and what was loaded for it.
+        auto const load = [&](auto first, auto last, auto part) CUTLASS_LAMBDA_FUNC_INLINE {
+          cute::for_each(LoadIndices{}, [&](auto i) CUTLASS_LAMBDA_FUNC_INLINE {
+            if constexpr (i >= first && i < last && detail::kIsTable<typename detail::At<i, Loads>::type>)
+              get<i>(callbacks_tuple).template ask<kPart>(part * kPart, epi_m);
+          });
           cute::for_each(LoadIndices{}, [&](auto i) CUTLASS_LAMBDA_FUNC_INLINE {
             if constexpr (i >= first && i < last) {
               auto const fragment = get<i>(callbacks_tuple).visit(acc, epi_v, epi_m, epi_n);
               loaded[i] = cutlass::NumericArrayConverter<float, typename decltype(fragment)::Element, kFragment>{}(fragment);
             }
           });
+        };
+        auto const for_part = [&](auto part, auto f) CUTLASS_LAMBDA_FUNC_INLINE {
+          CUTLASS_PRAGMA_UNROLL
+          for (int group = part * kPart; group < (part + 1) * kPart; ++group) f(group);
         };
         float a[kColumns], in[kInputs == 0 ? 1 : kInputs], out[kOutputs];
         auto const gather = [&](int group, auto const& from, auto last) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -273,52 +291,56 @@ struct Epilogue {
           for (int s = 0; s < kOutputs; ++s) results[s][group] = out[s];
         };
         if constexpr (kHasHeadMean<Program>) {
-          // The subtile is a head, and the four threads of a quad hold its rows, two each. Of a wide head only what term needs is loaded before: registers
-          // are scarce.
+          // The subtile is a head, and the four threads of a quad hold its rows, two each.
           static_assert(kPairing == Pairing::kHeadHalves, "a subtile must be a head");
           constexpr Int<Program::kHeadMeanLoads> kFirst{};
-          constexpr Int<kFragment <= 32 ? Loads::size : kFirst> kEarly{};
-          load(_0{}, kEarly);
+          constexpr Int<Parts::size() == 1 ? All::value : kFirst> kEarly{};
           float head[2] = {};
-          CUTLASS_PRAGMA_UNROLL
-          for (int group = 0; group < kGroups; ++group) {
-            gather(group, acc, kFirst);
-            head[row_bit<kFragment>(group)] += Program::template term<Element>(a, in);
-            CUTLASS_PRAGMA_UNROLL
-            for (int c = 0; c < kColumns; ++c) values[fragment_index<kPairing, kFragment>(group, c)] = a[c];
-          }
+          cute::for_each(Parts{}, [&](auto part) CUTLASS_LAMBDA_FUNC_INLINE {
+            load(_0{}, kEarly, part);
+            for_part(part, [&](int group) CUTLASS_LAMBDA_FUNC_INLINE {
+              gather(group, acc, kFirst);
+              head[row_bit<kFragment>(group)] += Program::template term<Element>(a, in);
+              CUTLASS_PRAGMA_UNROLL
+              for (int c = 0; c < kColumns; ++c) values[fragment_index<kPairing, kFragment>(group, c)] = a[c];
+            });
+          });
           CUTLASS_PRAGMA_UNROLL
           for (float& h : head) {
             h += __shfl_xor_sync(0xffffffffu, h, 1);
             h += __shfl_xor_sync(0xffffffffu, h, 2);
           }
-          load(kEarly, Int<Loads::size>{});
-          gather(0, values, Int<Loads::size>{});
-          CUTLASS_PRAGMA_UNROLL
-          for (float& h : head) h = Program::head(h * (1.0f / Config::kEpilogueN), get<kHeads>(callbacks_tuple).inside(epi_n), in);
-          CUTLASS_PRAGMA_UNROLL
-          for (int group = 0; group < kGroups; ++group) {
-            gather(group, values, Int<Loads::size>{});
-            Program::template apply<Element>(a, in, head[row_bit<kFragment>(group)], out);
-            keep(group);
-          }
-        } else {
-          load(_0{}, Int<Loads::size>{});
-          auto const apply = [&](auto kind) CUTLASS_LAMBDA_FUNC_INLINE {
-            CUTLASS_PRAGMA_UNROLL
-            for (int group = 0; group < kGroups; ++group) {
-              gather(group, acc, Int<Loads::size>{});
-              if constexpr (kHasKinds<Program>) in[Program::kKind] = kind();
-              Program::template apply<Element>(a, in, out);
-              keep(group);
+          cute::for_each(Parts{}, [&](auto part) CUTLASS_LAMBDA_FUNC_INLINE {
+            load(kEarly, All{}, part);
+            if constexpr (part == 0) {
+              gather(0, values, All{});
+              CUTLASS_PRAGMA_UNROLL
+              for (float& h : head) h = Program::head(h * (1.0f / Config::kEpilogueN), get<kHeads>(callbacks_tuple).inside(epi_n), in);
             }
-          };
-          if constexpr (kHasKinds<Program>) {
-            gather(0, acc, Int<Loads::size>{});
-            for_kind<Program>(in[Program::kKind], apply);
-          } else {
-            apply(0);
-          }
+            for_part(part, [&](int group) CUTLASS_LAMBDA_FUNC_INLINE {
+              gather(group, values, All{});
+              Program::template apply<Element>(a, in, head[row_bit<kFragment>(group)], out);
+              keep(group);
+            });
+          });
+        } else {
+          cute::for_each(Parts{}, [&](auto part) CUTLASS_LAMBDA_FUNC_INLINE {
+            load(_0{}, All{}, part);
+            auto const apply = [&](auto kind) CUTLASS_LAMBDA_FUNC_INLINE {
+              for_part(part, [&](int group) CUTLASS_LAMBDA_FUNC_INLINE {
+                gather(group, acc, All{});
+                if constexpr (kHasKinds<Program>) in[Program::kKind] = kind();
+                Program::template apply<Element>(a, in, out);
+                keep(group);
+              });
+            };
+            if constexpr (kHasKinds<Program>) {
+              gather(0, acc, All{});
+              for_kind<Program>(in[Program::kKind], apply);
+            } else {
+              apply(0);
+            }
+          });
         }
 
         Array<float, kFragment> main;
@@ -382,16 +404,17 @@ struct Epilogue {
 
   // The collective, with this kernel's stage counts instead of the builder's.
   static constexpr int kFragment = Config::kEpilogueM * Config::kEpilogueN / (Config::kCooperative ? 256 : 128);
-  // Delaying a store by one subtile overlaps it with the next one's arithmetic; with loads it only holds buffers longer.
-  static constexpr bool kDelayStore = detail::find_first<TileLoad>(Loads{}) < 0;
-  using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<Config::kStagesLoad, Config::kStagesStore, kFragment, /*ReuseSmemC=*/false, kDelayStore>;
+  using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<Config::kStagesLoad, Config::kStagesStore, kFragment, /*ReuseSmemC=*/false, /*DelayTmaStore=*/false>;
   using StrideD = typename Tile::StrideD;
   using Store = detail::collective::AuxStoreDescriptor<Context, StrideD, ElementD>;
   using SmemAtom = typename detail::TileAtom<Config, ElementD, typename Store::SmemLayoutAtom, Tile::kPaired>::type;
-  using Collective = cutlass::epilogue::collective::CollectiveEpilogue<
+  static constexpr bool kLoads = detail::find_first<TileLoad>(Loads{}) >= 0;
+  static constexpr bool kColumnsFirst = !kLoads && detail::find_first<ColPartial>(Sinks{}) < 0;  // a partial sum needs all rows of its columns first
+  using CutlassCollective = cutlass::epilogue::collective::CollectiveEpilogue<
       Policy, typename Tile::Cta, typename Tile::Epilogue, /*ElementC=*/void, StrideD, cute::conditional_t<(kMain >= 0), ElementD, void>, StrideD,
       Visitor, SM90_TMA_LOAD, SmemAtom, SM75_U32x4_LDSM_N, SM90_TMA_STORE, SmemAtom, typename Store::CopyOpR2S,
       Copy_Atom<SM90_U32x4_STSM_N, cutlass::half_t>, void>;
+  using Collective = sm90::Collective<CutlassCollective, Config, kLoads, kColumnsFirst>;
 
   static StrideD stride(Resource const& r) {
     if constexpr (Tile::kPaired) {

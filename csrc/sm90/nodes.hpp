@@ -257,15 +257,18 @@ struct TableArguments {
   Rotation rotation;
 };
 
-// A value of the table row that belongs to the row's position, for each pair of columns; straight from global memory, since all heads of a
-// tile read the same few rows of the table and find them in the first-level cache.
+// A value of the table row that belongs to the row's position, for each pair of columns; straight from global memory.
 template <class Config, Pairing kPairing, class Element, int kAbsent>
 struct TableCallbacks : TileCallbacks<Config, kPairing, TableArguments> {
   using Base = typename TableCallbacks::TileCallbacks;
   using Base::Base, Base::geometry, Base::params;
   using typename Base::Geometry;
   static_assert(kPairing == Pairing::kHeadHalves || kPairing == Pairing::kAdjacent, "tables belong to pairs within a head");
-  int64_t offsets[Geometry::kSubtilesM][2];  // of the table rows of this thread's rows
+  // A subtile is what turns of a head, so all subtiles of the same rows want the same values. If there are several, the values are held for all of them, and
+  // asked for long before they are used. Else there are no registers for that, and they are asked for a part at a time.
+  static constexpr bool kHold = kPairing == Pairing::kHeadHalves, kEarly = kHold && Geometry::kSubtilesN > 1;
+  int64_t offsets[Geometry::kSubtilesM][2];             // of the table rows of this thread's rows
+  uint32_t held[kHold ? Geometry::kFragment / 2 : 1];  // bits of the values
 
   CUTLASS_DEVICE void begin() {
     Rotation const& turn = params->rotation;
@@ -282,50 +285,83 @@ struct TableCallbacks : TileCallbacks<Config, kPairing, TableArguments> {
         offsets[e][i] = position * params->ld;
       }
     }
+    if constexpr (kEarly) hold<Geometry::kFragment / 2>(0, 0);
+  }
+  // The next rows' values are on their way while the last subtile of these is stored.
+  CUTLASS_DEVICE void postreduce(int epi_m, int epi_n, int, bool) {
+    if constexpr (kEarly) {
+      if (epi_n == Geometry::kSubtilesN - 1 && epi_m + 1 < Geometry::kSubtilesM) hold<Geometry::kFragment / 2>(0, epi_m + 1);
+    }
+  }
+  template <int kCount>
+  CUTLASS_DEVICE void ask(int first, int epi_m) {
+    if constexpr (kHold && !kEarly) hold<kCount>(first, epi_m);
+  }
+  template <int kCount>
+  CUTLASS_DEVICE void hold(int first, int epi_m) {
+    if (geometry.column >= params->rotation.columns) {
+      // Not used, but an earlier subtile's would take registers until here.
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = first; v < first + kCount; ++v) held[v] = 0;
+    } else {
+      params->wide ? hold<float, kCount>(first, epi_m) : hold<Element, kCount>(first, epi_m);
+    }
+  }
+  template <class Value, int kCount>
+  CUTLASS_DEVICE void hold(int first, int epi_m) {
+    auto const* table = static_cast<Value const*>(params->data);
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = first; v < first + kCount; v += 2) {
+      Value const* p = table + offsets[epi_m][(v / 2) % 2] + fragment_column(geometry.thread, v);
+      if constexpr (sizeof(Value) == 4) {
+        uint2 const two = __ldg(reinterpret_cast<uint2 const*>(p));
+        held[v] = two.x, held[v + 1] = two.y;
+      } else {
+        held[v] = __ldg(reinterpret_cast<uint16_t const*>(p)), held[v + 1] = __ldg(reinterpret_cast<uint16_t const*>(p + 1));
+      }
+    }
+  }
+  // Without a branch, which would keep bits and values at a time.
+  CUTLASS_DEVICE float held_value(int v) const {
+    if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+      return __uint_as_float(held[v] << (params->wide ? 0 : 16));
+    } else {
+      return params->wide ? __uint_as_float(held[v]) : float(Element::bitcast(uint16_t(held[v])));
+    }
   }
   // The branches on dtype and on turning are taken once a subtile, around straight runs of loads: a load inside a branch of its own would be
   // waited for at its end.
   template <class Value, int kFragment>
   CUTLASS_DEVICE void load(Array<float, kFragment>& result, int epi_m, int epi_n) const {
     auto const* table = static_cast<Value const*>(params->data);
-    if constexpr (kPairing == Pairing::kHeadHalves) {
+    Rotation const& turn = params->rotation;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < kFragment / 4; ++k) {  // eight columns, which do not straddle two heads
+      int const first = geometry.column + epi_n * Config::kEpilogueN + 8 * k, column = first % int(turn.head_dim) + 2 * (geometry.thread % 4);
+      bool const turns = first < turn.columns && column < turn.rotary_dim;
       CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < kFragment / 2; v += 2) {
-        Value const* p = table + offsets[epi_m][(v / 2) % 2] + fragment_column(geometry.thread, v);
-        if constexpr (sizeof(Value) == 4) {
-          float2 const two = __ldg(reinterpret_cast<float2 const*>(p));
-          result[v] = two.x, result[v + 1] = two.y;
-        } else {
-          result[v] = float(p[0]), result[v + 1] = float(p[1]);
-        }
-      }
-    } else {
-      Rotation const& turn = params->rotation;
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < kFragment / 4; ++k) {  // eight columns, which do not straddle two heads
-        int const first = geometry.column + epi_n * Config::kEpilogueN + 8 * k, column = first % int(turn.head_dim) + 2 * (geometry.thread % 4);
-        bool const turns = first < turn.columns && column < turn.rotary_dim;
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float const value = float(table[offsets[epi_m][i] + (turns ? column / 2 : 0)]);
-          result[4 * k + 2 * i] = turns ? value : float(kAbsent);
-        }
+      for (int i = 0; i < 2; ++i) {
+        float const value = float(table[offsets[epi_m][i] + (turns ? column / 2 : 0)]);
+        result[4 * k + 2 * i] = turns ? value : float(kAbsent);
       }
     }
   }
   template <class Acc, int kFragment>
   CUTLASS_DEVICE auto visit(Array<Acc, kFragment> const&, int, int epi_m, int epi_n) {
     Array<float, kFragment> result;
-    if constexpr (kPairing == Pairing::kHeadHalves) {
+    if constexpr (kHold) {
       // The subtile is one group of rotary_dim columns, and all of it turns or none.
       Rotation const& turn = params->rotation;
       int const begin = geometry.column + epi_n * Config::kEpilogueN;
       if (begin >= turn.columns || begin % int(turn.head_dim) >= turn.rotary_dim) {
         result.fill(float(kAbsent));
-        return result;
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kFragment / 2; ++v) result[v] = held_value(v);
       }
+    } else {
+      params->wide ? load<float>(result, epi_m, epi_n) : load<Element>(result, epi_m, epi_n);
     }
-    params->wide ? load<float>(result, epi_m, epi_n) : load<Element>(result, epi_m, epi_n);
     return result;
   }
 };
