@@ -64,8 +64,10 @@ def list_objects(plan: Plan, folder: pathlib.Path, environ: Mapping[str, str] = 
     ptx = [c for codes in plan.code.values() for c in codes if c.ptx]
     flags = dict.fromkeys([flag for a in plan.archs for flag in a.gencode] + settings.kernel_gencode(ptx))
     reduce = [make(p, flags) for p in sorted((ROOT / "csrc" / "reduce").glob("*.cu"))]
-    sources = {k.source: k.arch for k in plan.kernels}
-    kernels = [make(folder / "src" / f"{source}.cu", settings.kernel_gencode(plan.code[arch])) for source, arch in sources.items()]
+    sources: dict[str, dict] = {}  # what each is compiled to: whatever one of its kernels is
+    for k in plan.kernels:
+        sources.setdefault(k.source, {}).update(dict.fromkeys(settings.compiled(k, plan.code[k.arch])))
+    kernels = [make(folder / "src" / f"{source}.cu", settings.kernel_gencode(code)) for source, code in sources.items()]
     return reduce + kernels
 
 

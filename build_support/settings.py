@@ -91,6 +91,16 @@ def kernel_code(arch: str, archs: Iterable[Arch]) -> list:
     return [manifest.Code(arch, c) for c in dict.fromkeys(capabilities)] + [manifest.Code(arch, "8.0", ptx=True)]
 
 
+def few_rows_code() -> object:
+    """On SM90 devices SM80's kernels for few rows compete with its own, see csrc/coda/dispatch.hpp."""
+    return manifest.Code("sm80", "9.0", few_rows=True)
+
+
+def compiled(kernel, code: Iterable) -> list:
+    """What of `code`, that of its architecture, a kernel is compiled to."""
+    return [c for c in code if kernel.few_rows or not c.few_rows]
+
+
 def kernel_gencode(code: Iterable) -> list[str]:
     # wgmma and TMA multicast need the `a` feature set.
     return [_gencode(f"{c.capability}a" if c.arch == "sm90" else c.capability, c.ptx) for c in code]
@@ -307,15 +317,18 @@ def select_code(environ: Mapping[str, str], archs: Iterable[Arch]) -> dict[str, 
     forced, archs = environ.get("CODA_FORCE_ARCH") or None, list(archs)
     if forced not in (None, *manifest.CODE):
         raise BuildError(f"CODA_FORCE_ARCH={forced} is none of {', '.join(sorted(manifest.CODE))}.")
-    # Only when told to, an SM90 device gets machine code for the kernels of another architecture.
+    # Only when told to, an SM90 device gets machine code for all kernels of another architecture.
     runs = lambda a, arch: a.target == arch or (a.target == "sm90" and arch == forced)
     wanted = {arch: [a for a in archs if runs(a, arch)] for arch in manifest.CODE if forced in (None, arch)}
-    return {arch: kernel_code(arch, entries) for arch, entries in wanted.items() if entries}
+    code = {arch: kernel_code(arch, entries) for arch, entries in wanted.items() if entries}
+    if forced is None and "sm90" in code:
+        code.setdefault("sm80", []).append(few_rows_code())
+    return code
 
 
 def select_kernels(environ: Mapping[str, str], code: Mapping[str, list]) -> list:
     try:
-        return [k for k in manifest.select(manifest.manifest(), environ.get("CODA_PROGRAMS")) if k.arch in code]
+        return [k for k in manifest.select(manifest.manifest(), environ.get("CODA_PROGRAMS")) if compiled(k, code.get(k.arch, ()))]
     except ValueError as e:
         raise BuildError(f"CODA_PROGRAMS: {e}.") from None
 

@@ -334,9 +334,9 @@ def measure_program(preset: str, tokens: int, problem: Problem, args: argparse.N
     if args.all_kernels or problem.program == "plain":
         arch, _ = _C.arch_for(*torch.cuda.get_device_capability())
         wanted = (arch, problem.program, problem.layout, args.dtype)
-        keys = [k["key"] for k in _C.kernels() if (k["arch"], k["program"], k["layout"], k["dtype"]) == wanted]
+        keys = [k["key"] for k in _C.kernels() if (arch if k["few_rows"] else k["arch"], k["program"], k["layout"], k["dtype"]) == wanted]
         if arch == "sm90" and problem.program in ("rstd_rope", "rstd_qknorm_rope"):
-            keys = [key for key in keys if key.endswith(f"_r{PRESETS[preset].head_dim}")]  # the others are for other heads
+            keys = [key for key in keys if key.endswith((f"_r{PRESETS[preset].head_dim}", "_sm80"))]  # the others are for other heads
     schedules = [(s, r) for s in (1, 2, 4, 8) for r in (1, 2)] if args.schedules else [(0, 0)]
     settings = [(key, *schedule) for key in keys for schedule in schedules]
     times: dict[Any, list[float]] = {setting: [] for setting in settings}

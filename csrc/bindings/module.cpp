@@ -16,7 +16,8 @@ py::dict describe(coda::KernelInfo const& k) {
   return py::dict("key"_a = k.key, "program"_a = k.program, "arch"_a = k.arch, "layout"_a = k.layout, "dtype"_a = k.dtype,
                   "tile"_a = py::make_tuple(k.tile_m, k.tile_n, k.tile_k), "cluster"_a = py::make_tuple(k.cluster_m, k.cluster_n),
                   "stages"_a = k.stages, "shared_memory"_a = k.shared_memory, "threads"_a = k.threads, "rate"_a = k.rate,
-                  "min_k"_a = k.min_k, "heads_within"_a = k.heads_within, "splits"_a = k.splits);
+                  "min_k"_a = k.min_k, "heads_within"_a = k.heads_within, "splits"_a = k.splits,
+                  "few_rows"_a = k.few_rows);
 }
 
 py::list kernels() {

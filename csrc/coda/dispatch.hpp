@@ -23,20 +23,21 @@ constexpr std::int64_t kMaxExtent = (std::int64_t(1) << 31) - 1;
 
 // --- architectures ------------------------------------------------------------------------------------------------------------------------
 // Machine code runs on its own major version, from its minor version on; PTX is compiled by the driver of any newer device.
-inline bool has_code(KernelTable table, char const* arch, int capability) {
+inline bool has_code(KernelTable table, char const* arch, int capability, bool few_rows_alone = false) {
   for (int i = 0; i < table.code_count; ++i) {
     CodeInfo const& code = table.code[i];
-    if (std::strcmp(code.arch, arch) || code.capability > capability) continue;
+    if (std::strcmp(code.arch, arch) || code.capability > capability || (code.few_rows && !few_rows_alone)) continue;
     if (code.ptx || code.capability / 10 == capability / 10) return true;
   }
   return false;
 }
 
 // The architectures whose kernels a device of this compute capability (10 major + minor) runs, the best first. `forced` (null or empty: none) leaves
-// one of them.
+// one of them. few_rows: the one whose kernels for few rows compete with the best one's.
 struct Archs {
   char const* names[2] = {};
   int count = 0;
+  char const* few_rows = nullptr;
 };
 inline Archs archs_for(KernelTable table, int capability, char const* forced) {
   Archs archs;
@@ -45,6 +46,8 @@ inline Archs archs_for(KernelTable table, int capability, char const* forced) {
     if (!std::strcmp(arch, "sm90") && capability != 90) continue;
     if (has_code(table, arch, capability)) archs.names[archs.count++] = arch;
   }
+  bool const sm90 = archs.count > 0 && !std::strcmp(archs.names[0], "sm90");
+  if (sm90 && (forced == nullptr || *forced == 0) && has_code(table, "sm80", capability, true)) archs.few_rows = "sm80";
   return archs;
 }
 
@@ -54,6 +57,7 @@ inline std::string capability_name(int capability) { return std::to_string(capab
 inline std::string built_for(KernelTable table) {
   std::string cubins, ptx;
   for (int i = 0; i < table.code_count; ++i) {
+    if (table.code[i].few_rows) continue;
     if (table.code[i].ptx) {
       ptx = "PTX for " + capability_name(table.code[i].capability) + " and newer";
     } else {
@@ -125,17 +129,19 @@ inline Bands bands(std::int64_t tiles_m, std::int64_t tiles_n, int cluster_m, in
 
 inline std::int64_t count_tiles(KernelInfo const& kernel, std::int64_t m, std::int64_t n) { return ceil_div(m, kernel.tile_m) * ceil_div(n, kernel.tile_n); }
 
-// Relative time of `kernel` on an m x n output: full waves times the time of a tile. With K split a tile takes as long as a part of it, and then its parts
-// are added: what that takes in columns of K, for each part, and once for the launch, is a rough estimate.
+// Relative time of `kernel` on an m x n output: full waves times the time of a tile, its area. With K split a tile takes as long as a part of it, and then its
+// parts are added, which takes time for each part, and once for the launch. Of the kernels for few rows two blocks of a multiprocessor take as long as one,
+// which waits for memory. The figures are rough, from bench/results/few_rows.json.
 inline double cost(KernelInfo const& kernel, std::int64_t m, std::int64_t n, std::int64_t k, int sm_count, int splits = 1) {
-  constexpr double kAddPart = 128, kLaunch = 512;
+  constexpr double kAddPart = 2.5e6, kLaunch = 5e6;  // area times columns of K
   std::int64_t const tiles_m = ceil_div(m, kernel.tile_m), tiles_n = ceil_div(n, kernel.tile_n), tiles = tiles_m * tiles_n;
   std::int64_t const length = splits > 1 ? part_length(k, splits, kernel.tile_k) : k;
   bool const cutlass = !std::strcmp(kernel.arch, "sm90");
-  std::int64_t const waves = cutlass ? bands(tiles_m, tiles_n, kernel.cluster_m, kernel.cluster_n, sm_count).waves : ceil_div(tiles * splits, sm_count);
+  std::int64_t waves = cutlass ? bands(tiles_m, tiles_n, kernel.cluster_m, kernel.cluster_n, sm_count).waves : ceil_div(tiles * splits, sm_count);
+  if (kernel.few_rows && waves < 2) waves = 2;
   double const area = double(kernel.tile_m) * kernel.tile_n / kernel.rate * (length < kernel.min_k ? 1.1 : 1);
   double const products = double(waves) * double(length) / double(k);
-  return area * (products + (splits > 1 ? double(ceil_div(tiles, sm_count)) * (kAddPart * splits + kLaunch) / double(k) : 0));
+  return area * products + (splits > 1 ? double(ceil_div(tiles, sm_count)) * (kAddPart * splits + kLaunch) / double(k) : 0);
 }
 
 // The number of parts of K that takes the least time; of equal ones the smaller. No more than twice as many blocks as multiprocessors: a longer last wave is
@@ -150,27 +156,29 @@ inline int best_splits(KernelInfo const& kernel, std::int64_t m, std::int64_t n,
 }
 
 // The cheapest kernel of (program, layout, dtype) that can run `g`, of the first architecture that has one; null, and the reason of the last refusal, if
-// there is none.
+// there is none. kSm80: the time of the kernels for few rows in units of SM90's, from bench/results/few_rows.json.
 inline KernelInfo const* select_kernel(KernelTable table, Archs const& archs, char const* program, char const* layout, char const* dtype,
                                        GemmArguments const& g, int sm_count, char const** reason) {
+  constexpr double kSm80 = 1.2;
   *reason = "no such kernel was built";
-  for (int a = 0; a < archs.count; ++a) {
-    KernelInfo const* best = nullptr;
-    double best_cost = 0;
+  KernelInfo const* best = nullptr;
+  double best_cost = 0;
+  auto const consider = [&](char const* arch, bool few_rows) {
     for (int i = 0; i < table.count; ++i) {
       KernelInfo const& kernel = *table.kernels[i];
-      if (std::strcmp(kernel.arch, archs.names[a]) || std::strcmp(kernel.program, program)) continue;
+      if (std::strcmp(kernel.arch, arch) || std::strcmp(kernel.program, program) || (few_rows && !kernel.few_rows)) continue;
       if (std::strcmp(kernel.layout, layout) || std::strcmp(kernel.dtype, dtype)) continue;
       if (char const* why = why_not(kernel, g)) {
         *reason = why;
         continue;
       }
-      double const c = cost(kernel, g.m, g.n, g.k, sm_count, best_splits(kernel, g.m, g.n, g.k, sm_count));
+      double const c = cost(kernel, g.m, g.n, g.k, sm_count, best_splits(kernel, g.m, g.n, g.k, sm_count)) * (few_rows ? kSm80 : 1);
       if (best == nullptr || c < best_cost) best = &kernel, best_cost = c;
     }
-    if (best != nullptr) return best;
-  }
-  return nullptr;
+  };
+  for (int a = 0; a < archs.count && best == nullptr; ++a) consider(archs.names[a], false);
+  if (best != nullptr && !std::strcmp(best->arch, "sm90") && archs.few_rows != nullptr) consider(archs.few_rows, true);
+  return best;
 }
 
 }  // namespace coda

@@ -26,7 +26,8 @@ struct KernelInfo {
   double rate;        // relative speed of a full wave, for dispatch: see csrc/kernels.py
   int min_k;          // from this K on
   LaunchStatus (*launch)(GemmArguments const&);
-  bool splits = false;  // it takes GemmArguments::splits
+  bool splits = false;    // it takes GemmArguments::splits
+  bool few_rows = false;  // sm80/config.hpp
 };
 
 // Split-K: the length of all parts of K but the last one, in whole tiles; and how many there are then, which may be fewer than asked for.
@@ -43,6 +44,7 @@ struct CodeInfo {
   char const* arch;
   int capability;
   bool ptx;
+  bool few_rows = false;  // none but those kernels
 };
 
 struct KernelTable {

@@ -27,6 +27,15 @@ CODA_HD TileIndex tile_of(Grid const& grid, int block) {
   return grid.along_m ? TileIndex{i, j} : TileIndex{j, i};
 }
 
+// Where only products are wanted.
+template <bool kPaired>
+struct NoProgram {
+  static constexpr int kColumns = kPaired ? 2 : 1;
+  static constexpr Pairing kPairing = kPaired ? Pairing::kHalves : Pairing::kNone;
+  using Loads = List<>;
+  using Sinks = List<>;
+};
+
 template <class Program, class Config_, class Element, Layout kLayout>
 struct Block {
   using Config = Config_;

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(Block::Config::kThreads, Block::Config::kBlock
   Block(g, tile_of(grid, int(blockIdx.x)), shared).run();
 }
 
+// All programs of a layout share it: Block is one of NoProgram.
 template <class Block>
 __global__ void __launch_bounds__(Block::Config::kThreads, Block::Config::kBlocks) part_kernel(GemmArguments const g, Grid const grid) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(Block::Config::kThreads, Block::Config::kBlock
 template <class Program, class Config, class Element, Layout kLayout, int kBand, int kRaster>
 struct Gemm {
   using Block = sm80::Block<Program, Config, Element, kLayout>;
+  using PartBlock = sm80::Block<NoProgram<Block::kPaired>, Config, Element, kLayout>;
 
   static LaunchStatus launch(GemmArguments const& g) {
     if (!whole_vectors(g, typename Program::Sinks{})) return {"launch", "a tensor with fewer columns must have a multiple of 8 of them"};
@@ -44,20 +46,21 @@ struct Gemm {
     grid.along_m = (g.raster > 0 ? g.raster : kRaster) == 1;
     int const across = grid.along_m ? grid.tiles_n : grid.tiles_m, band = g.swizzle > 0 ? g.swizzle : kBand;
     grid.band = band < across ? band : across;
-    if (g.splits == 1) return launch(kernel<Block>, tiles_m * tiles_n, g, grid);
+    if (g.splits == 1) return launch<Block>(kernel<Block>, tiles_m * tiles_n, g, grid);
     if constexpr (Config::kSplits) {
       if (count_parts(g.k, g.splits, Config::kTileK) != g.splits) return {"launch", "K has fewer tiles than it is to have parts"};
-      if (LaunchStatus const status = launch(part_kernel<Block>, tiles_m * tiles_n * g.splits, g, grid); !status.ok()) return status;
-      return launch(add_kernel<Block>, tiles_m * tiles_n, g, grid);
+      if (LaunchStatus const status = launch<PartBlock>(part_kernel<PartBlock>, tiles_m * tiles_n * g.splits, g, grid); !status.ok()) return status;
+      return launch<Block>(add_kernel<Block>, tiles_m * tiles_n, g, grid);
     }
     return {"launch", "this kernel does not split K"};
   }
 
  private:
+  template <class Launched>
   static LaunchStatus launch(void (*function)(GemmArguments, Grid), std::int64_t blocks, GemmArguments const& g, Grid const& grid) {
-    if (cudaError_t e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kSharedMemory); e != cudaSuccess)
+    if (cudaError_t e = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, Launched::kSharedMemory); e != cudaSuccess)
       return {"cudaFuncSetAttribute", cudaGetErrorString(e)};
-    function<<<unsigned(blocks), Config::kThreads, Block::kSharedMemory, static_cast<cudaStream_t>(g.stream)>>>(g, grid);
+    function<<<unsigned(blocks), Config::kThreads, Launched::kSharedMemory, static_cast<cudaStream_t>(g.stream)>>>(g, grid);
     if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return {"launch", cudaGetErrorString(e)};
     return {};
   }
@@ -75,7 +78,7 @@ constexpr KernelInfo describe(char const* key, char const* program, char const* 
   constexpr bool kHeads = kPairingOf<Program> == Pairing::kHeadHalves;
   return {key, program, "sm80", layout, dtype, Config::kTileM, Config::kTileN, Config::kTileK, 1, 1, Config::kStages, G::Block::kSharedMemory, Config::kThreads,
           kPairingOf<Program> == Pairing::kHalves ? 2 : 1, 0, kHeads ? Config::kTileN : 0, kHasHeadMean<Program>, Config::kTileM, 8, rate, min_k, &G::launch,
-          Config::kSplits};
+          Config::kSplits, Config::kFewRows};
 }
 
 }  // namespace coda::sm80

@@ -58,8 +58,8 @@ def test_every_program_exists_for_every_architecture():
 
 
 def test_registry_says_what_was_compiled():
-    text = manifest.registry_source([], [manifest.Code("sm80", "8.6"), manifest.Code("sm80", "8.0", ptx=True)])
-    assert '{"sm80", 86, false},\n    {"sm80", 80, true},' in text and "{nullptr, 0, code, 2}" in text
+    text = manifest.registry_source([], [manifest.Code("sm80", "8.6"), manifest.Code("sm80", "8.0", ptx=True), manifest.Code("sm80", "9.0", few_rows=True)])
+    assert '{"sm80", 86, false, false},\n    {"sm80", 80, true, false},\n    {"sm80", 90, false, true},' in text and "{nullptr, 0, code, 3}" in text
 
 
 def test_registry_lists_every_kernel():

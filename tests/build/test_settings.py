@@ -53,9 +53,9 @@ def test_gencode():
 @pytest.mark.parametrize(
     "text, forced, code",
     [
-        (None, None, {"sm80": "8.0 8.6 8.0+PTX", "sm90": "9.0"}),
-        ("8.0;8.6;9.0", "", {"sm80": "8.0 8.6 8.0+PTX", "sm90": "9.0"}),
-        ("9.0", None, {"sm90": "9.0"}),
+        (None, None, {"sm80": "8.0 8.6 8.0+PTX 9.0 few rows", "sm90": "9.0"}),
+        ("8.0;8.6;9.0", "", {"sm80": "8.0 8.6 8.0+PTX 9.0 few rows", "sm90": "9.0"}),
+        ("9.0", None, {"sm80": "9.0 few rows", "sm90": "9.0"}),
         ("8.0", None, {"sm80": "8.0 8.0+PTX"}),
         ("8.9", None, {"sm80": "8.6 8.0+PTX"}),
         ("8.6;8.9;12.0", None, {"sm80": "8.6 12.0 8.0+PTX"}),
@@ -67,13 +67,13 @@ def test_gencode():
 def test_kernel_code(text, forced, code):
     environ = {} if forced is None else {"CODA_FORCE_ARCH": forced}
     found = settings.select_code(environ, parse_archs(text))
-    assert {arch: " ".join(c.capability + ("+PTX" if c.ptx else "") for c in codes) for arch, codes in found.items()} == code
+    assert {arch: " ".join(c.capability + "+PTX" * c.ptx + " few rows" * c.few_rows for c in codes) for arch, codes in found.items()} == code
     assert {k.arch for k in settings.select_kernels({}, found)} == set(code)
 
 
 def test_kernel_gencode():
     flags = lambda text: {arch: " ".join(settings.kernel_gencode(code)) for arch, code in settings.select_code({}, parse_archs(text)).items()}
-    assert flags("9.0") == {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
+    assert flags("9.0") == {"sm90": "-gencode=arch=compute_90a,code=sm_90a", "sm80": "-gencode=arch=compute_90,code=sm_90"}
     assert flags("8.6") == {"sm80": "-gencode=arch=compute_86,code=sm_86 -gencode=arch=compute_80,code=compute_80"}
 
 

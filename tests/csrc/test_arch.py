@@ -20,7 +20,16 @@ def test_every_program_has_a_kernel(capability, arch, monkeypatch):
     for program, layout, dtype in PROBLEMS:
         for m, n, k in ((16384, 8192, 2048), (8, 128, 64)):
             key = _C.kernel_for(*capability, program, layout, dtype, m, n, k, rotary_dim=64, head_dim=64)
-            assert KERNELS[key]["arch"] == arch and key.startswith(f"{program}_{layout}_{dtype}_")
+            assert (KERNELS[key]["arch"] == arch or (m == 8 and KERNELS[key]["few_rows"])) and key.startswith(f"{program}_{layout}_{dtype}_")
+
+
+@everything
+def test_few_rows(monkeypatch):
+    monkeypatch.delenv("CODA_FORCE_ARCH", raising=False)
+    for program, layout, dtype in PROBLEMS:
+        keys = {m: _C.kernel_for(9, 0, program, layout, dtype, m, 4096, 14336, rotary_dim=64, head_dim=64) for m in (16, 16384)}
+        assert KERNELS[keys[16384]]["arch"] == "sm90"
+        assert KERNELS[keys[16]]["few_rows"] != program.startswith(("lse_select", "dlogits")), keys
 
 
 @built

@@ -21,8 +21,9 @@ KernelInfo const heads{"heads", "h", "sm90", "tn", "bf16", 128, 128, 64, 1, 1, 5
 KernelInfo const ampere{"ampere", "p", "sm80", "tn", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 0, false, 128, 8, 1.0, 0, nullptr};
 KernelInfo const any{"any", "h", "sm80", "tn", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 128, true, 128, 8, 1.0, 0, nullptr};
 KernelInfo const parts{"parts", "s", "sm80", "nt", "bf16", 128, 128, 32, 1, 1, 4, 0, 0, 1, 0, 0, false, 128, 8, 1.0, 0, nullptr, true};
-KernelInfo const* const table[] = {&large, &small, &deep, &plain, &heads, &ampere, &any, &parts};
-CodeInfo const code[] = {{"sm90", 90, false}, {"sm80", 80, false}, {"sm80", 86, false}, {"sm80", 80, true}};
+KernelInfo const few{"few", "p", "sm80", "tn", "bf16", 64, 128, 32, 1, 1, 4, 0, 0, 1, 0, 0, false, 64, 8, 0.8, 0, nullptr, true, true};
+KernelInfo const* const table[] = {&large, &small, &deep, &plain, &heads, &ampere, &any, &parts, &few};
+CodeInfo const code[] = {{"sm90", 90, false}, {"sm80", 80, false}, {"sm80", 86, false}, {"sm80", 80, true}, {"sm90", 90, false}, {"sm80", 90, false, true}};
 int main(int count, char** argv) {
   if (count == 6) {
     Bands const b = bands(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]));
@@ -34,7 +35,7 @@ int main(int count, char** argv) {
   g.a.ld = g.b.ld = 8192;
   g.rotation.rotary_dim = std::atoll(argv[6]), g.rotation.head_dim = std::atoll(argv[7]);
   int const capability = std::atoi(argv[8]), first = std::atoi(argv[9]);
-  KernelTable const all{table, 8, code + first, std::atoi(argv[10])};
+  KernelTable const all{table, 9, code + first, std::atoi(argv[10])};
   std::string const why = why_no_archs(all, capability, argv[11]);
   char const* reason = nullptr;
   KernelInfo const* k = select_kernel(all, archs_for(all, capability, argv[11]), argv[1], argv[2], "bf16", g, 132, &reason);
@@ -42,7 +43,7 @@ int main(int count, char** argv) {
   if (int const splits = k == nullptr ? 1 : best_splits(*k, g.m, g.n, g.k, 132); splits > 1) std::printf(" in %d parts", splits);
 }
 """
-BUILDS = {"all": (0, 4), "9.0": (0, 1), "8.0": (1, 1), "8.6": (2, 1), "8.0;8.6": (1, 2), "PTX": (3, 1)}  # slices of `code`
+BUILDS = {"all": (0, 4), "9.0": (0, 1), "8.0": (1, 1), "8.6": (2, 1), "8.0;8.6": (1, 2), "PTX": (3, 1), "9.0 alone": (4, 2)}  # slices of `code`
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def select(program):
 
 def test_the_fewest_waves_decide(select):
     assert select("p", "tn", 16384, 16384, 4096) == "large"
-    assert select("p", "tn", 128, 128, 4096) == "small"  # one tile of either, and the small one is shorter
+    assert select("p", "tn", 128, 128, 4096, build="9.0") == "small"  # one tile of either, and the small one is shorter
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_bands_that_add_few_waves(program, tiles_m, tiles_n, cluster, expected):
 
 
 def test_phantom_tiles_count(select):
-    assert select("p", "tn", 9 * 128, 1280, 4096) == "small"  # 90 tiles, but 9 x 5 of the large ones are 10 x 6
+    assert select("p", "tn", 9 * 128, 1280, 4096, build="9.0") == "small"  # 90 tiles, but 9 x 5 of the large ones are 10 x 6
 
 
 def test_a_configuration_for_long_products(select):
@@ -103,7 +104,19 @@ def test_few_tiles_and_a_long_k_are_split(select):
     assert select("s", "nt", 128, 256, 65536) == "parts in 16 parts"
     assert select("s", "nt", 128, 128, 64) == select("s", "nt", 1024, 1024, 512) == "parts"  # adding takes longer
     assert select("s", "nt", 4096, 4096, 65536) == "parts"  # the device is full
-    assert select("p", "tn", 128, 128, 65536) == "small"  # it cannot split
+    assert select("p", "tn", 128, 128, 65536, build="9.0") == "small"  # it cannot split
+
+
+def test_few_rows(select):
+    for build in ("9.0 alone", "all"):
+        assert select("p", "tn", 16, 4096, 14336, build=build) == "few in 8 parts"
+        assert select("p", "tn", 16, 28672, 4096, build=build) == "few"  # tiles enough, and all of them at a time
+        assert select("p", "tn", 256, 4096, 14336, build=build) == "few in 2 parts"
+        assert select("p", "tn", 512, 4096, 14336, build=build) == "small"
+        assert select("p", "tn", 16384, 2048, 2048, build=build) in ("small", "large")
+    assert select("p", "tn", 16, 4096, 14336, build="9.0") == select("p", "tn", 16, 4096, 14336, force="sm90") == "small"
+    assert select("p", "tn", 16, 4096, 14336, build="9.0 alone", force="sm80").startswith("CODA_FORCE_ARCH=sm80 leaves no kernels")
+    assert select("p", "tn", 16, 4096, 14336, capability="8.0", build="9.0 alone").endswith("there are some for 9.0")
 
 
 def test_whole_heads(select):

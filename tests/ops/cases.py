@@ -19,8 +19,9 @@ GATED = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh}
 
 
 def kernels_of_this_gpu():
-    """How coda.backend_of_last_call() begins where kernels ran."""
-    return f"{_C.arch_for(*torch.cuda.get_device_capability())[0]}:"
+    """How coda.backend_of_last_call() may begin where kernels ran."""
+    arch, _ = _C.arch_for(*torch.cuda.get_device_capability())
+    return f"{arch}:", "sm80:"  # those for few rows
 
 
 def sixteen_on_cuda(device, otherwise=torch.float32):

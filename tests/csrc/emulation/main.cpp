@@ -406,7 +406,14 @@ void check_programs() {
   check<RstdLinear, Layout::kTN>("rstd", few);
   check<ResidualSqsum, Layout::kTN>("residual_sqsum", few);
   check<NormBackward, Layout::kNN>("norm_backward", few);
+  std::vector<Shape> const split = {{70, 264, 200, 0, 0, 0, 3}};
+  check<RstdGluPreactivation<Silu>, Layout::kTN>("rstd_swiglu_preactivation, split K", {{70, 272, 200, 0, 0, 0, 3}});
+  check<DGlu<Silu>, Layout::kNN>("dswiglu, split K", split);
+  check<DActLayer, Layout::kNN>("dact_layer, split K", split);
+  check<ResidualSqsum, Layout::kTN>("residual_sqsum, split K", split);
   check<NormBackward, Layout::kNN>("norm_backward, split K", {{136, 264, 200, 0, 0, 0, 3}});
+  check<RstdRope<Pairing::kHeadHalves>, Layout::kTN>("rstd_rope, split K", {{70, 384, 200, 128, 32, 0, 3}});
+  check<RstdQkNormRope, Layout::kTN>("rstd_qknorm_rope, split K", {{70, 192, 200, 64, 64, 0, 3}});
   check<ResidualMoments, Layout::kTN>("residual_moments", few);
   check<LayerNormBackward, Layout::kNN>("layer_norm_backward", few);
   check<RstdRope<Pairing::kHeadHalves>, Layout::kTN>("rstd_rope", heads);
