@@ -1,7 +1,7 @@
 // The SM90 epilogue of one tile: CUTLASS's collective with loops of our own.
 //
 // What moves a tile through shared memory has to be ordered between the threads, which read and write it, and TMA, which does so through the async proxy.
-// CUTLASS fences and synchronises all threads of a tile four times a subtile. A fence takes about 350 cycles, in all of which a warp does nothing else,
+// CUTLASS fences twice and synchronises twice a subtile, with all threads of a tile. A fence takes about 350 cycles, in all of which a warp does nothing else,
 // and with a subtile's arithmetic at about 1300 that made epilogues longer than the products under which pingpong hides them. Here:
 //
 //   - who reuses a buffer of a load fences: the producer's thread, once it knows that all threads have read. They only arrive.
