@@ -91,11 +91,6 @@ def kernel_code(arch: str, archs: Iterable[Arch]) -> list:
     return [manifest.Code(arch, c) for c in dict.fromkeys(capabilities)] + [manifest.Code(arch, "8.0", ptx=True)]
 
 
-def few_rows_code() -> object:
-    """On SM90 devices SM80's kernels for few rows compete with its own, see csrc/coda/dispatch.hpp."""
-    return manifest.Code("sm80", "9.0", few_rows=True)
-
-
 def compiled(kernel, code: Iterable) -> list:
     """What of `code`, that of its architecture, a kernel is compiled to."""
     return [c for c in code if kernel.few_rows or not c.few_rows]
@@ -321,8 +316,8 @@ def select_code(environ: Mapping[str, str], archs: Iterable[Arch]) -> dict[str, 
     runs = lambda a, arch: a.target == arch or (a.target == "sm90" and arch == forced)
     wanted = {arch: [a for a in archs if runs(a, arch)] for arch in manifest.CODE if forced in (None, arch)}
     code = {arch: kernel_code(arch, entries) for arch, entries in wanted.items() if entries}
-    if forced is None and "sm90" in code:
-        code.setdefault("sm80", []).append(few_rows_code())
+    if forced is None and "sm90" in code:  # where SM80's kernels for few rows compete with its own, see csrc/coda/dispatch.hpp
+        code.setdefault("sm80", []).append(manifest.Code("sm80", "9.0", few_rows=True))
     return code
 
 

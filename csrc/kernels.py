@@ -31,6 +31,7 @@ class Config:
     """
 
     arch: ClassVar[str] = "sm90"
+    few_rows: ClassVar[bool] = False
     tile: tuple[int, int, int]
     cluster: tuple[int, int]
     schedule: str
@@ -80,7 +81,8 @@ class Sm80Config:
 
     @property
     def few_rows(self) -> bool:
-        """As in csrc/sm80/config.hpp."""
+        """For products of few rows, as when a model generates text: they read weights, which no tensor core makes faster, with all multiprocessors.
+        Better at that than any kernel of SM90, so it is compiled for that too."""
         return self.splits and self.tile[0] <= 64
 
     @property
@@ -111,7 +113,7 @@ class Kernel:
 
     @property
     def few_rows(self) -> bool:
-        return self.arch == "sm80" and self.config.few_rows
+        return self.config.few_rows
 
     @property
     def key(self) -> str:
@@ -126,9 +128,10 @@ class Kernel:
     @property
     def definition(self) -> str:
         arguments = f"{self.cpp}, {self.config.cpp}, {DTYPES[self.arch][self.dtype]}, {self.arch}::Layout::{LAYOUTS[self.layout]}, {self.config.order}"
+        few_rows = ", true" if self.few_rows else ""
         return f"""extern KernelInfo const {self.key};
 KernelInfo const {self.key} = {self.arch}::describe<{arguments}>(
-    "{self.key}", "{self.program}", "{self.layout}", "{self.dtype}", {self.config.rate}, {self.config.min_k});
+    "{self.key}", "{self.program}", "{self.layout}", "{self.dtype}", {self.config.rate}, {self.config.min_k}{few_rows});
 """
 
 
@@ -175,7 +178,7 @@ DSWIGLU_192 = Config((128, 192, 64), (2, 1), "pingpong", epilogue_n=16, stages_l
 # (bench/results/tuning.json, runs 11 and 14):
 #   dact (1.22, 1.30), (1.24, 1.07), without a cluster (1.21, 1.18)   dact_layer (1.89, 1.41), (3.37, 1.93), cooperative (1.89, 1.45); 128x64 (1.98, 1.56)
 DACT_64 = Config((64, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=4, stages_store=2, rate=0.95)
-DACT_128 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_load=2, stages_store=2, rate=0.97, min_k=3072)
+DACT_128 = dataclasses.replace(PINGPONG_128, stages_load=2, min_k=3072)
 # Rotate-half: the subtile is as wide as the part of a head that turns (layouts.hpp), so there is a configuration for each width. 128x192 with a
 # subtile of 64 spills: it takes 1.3 times as long at 1b.
 ROPE_32 = Config((128, 128, 64), (2, 1), "pingpong", epilogue_n=32, stages_store=2, tag="r32")
@@ -263,7 +266,8 @@ def manifest() -> list[Kernel]:
         configs = SQUARE, WIDE_FROM_4096 if program in ("residual_sqsum", "rstd_swiglu", "rstd_swiglu_preactivation") else WIDE, SMALL
         if header == loss:
             # A vocabulary has tiles enough, and the bits of a loss must not depend on how many tokens there are.
-            configs = SQUARE, *((WIDE,) if program.startswith("dlogits") else ()), dataclasses.replace(SMALL, splits=False)
+            small = dataclasses.replace(SMALL, splits=False)
+            configs = (SQUARE, small) if program.startswith("lse_select") else (SQUARE, WIDE, small)
         if program == "plain":
             # Gradients of small weights are short in M and N and as long as there are tokens in K. Nothing is fused to them.
             configs = tuple(dataclasses.replace(c, splits=True) for c in (SQUARE, dataclasses.replace(WIDE, raster="n"), SMALL))
@@ -293,7 +297,7 @@ class Code:
     arch: str
     capability: str  # such as 8.6
     ptx: bool = False
-    few_rows: bool = False  # none but the kernels for few rows (csrc/sm80/config.hpp), beside those of another architecture
+    few_rows: bool = False  # none but the kernels for few rows, beside those of another architecture
 
 
 # By default, and in the microbenchmark. wgmma and TMA multicast need the `a` feature set, whose code runs on this very architecture alone. Of SM80's

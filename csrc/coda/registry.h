@@ -27,7 +27,7 @@ struct KernelInfo {
   int min_k;          // from this K on
   LaunchStatus (*launch)(GemmArguments const&);
   bool splits = false;    // it takes GemmArguments::splits
-  bool few_rows = false;  // sm80/config.hpp
+  bool few_rows = false;  // it competes with SM90's kernels, see csrc/kernels.py
 };
 
 // Split-K: the length of all parts of K but the last one, in whole tiles; and how many there are then, which may be fewer than asked for.

@@ -8,9 +8,6 @@ namespace coda::sm80 {
 template <int kTileM_, int kTileN_, int kTileK_, int kWarpsM_, int kWarpsN_, int kStages_, int kBlocks_, bool kSplits_ = false>
 struct Config {
   static constexpr bool kSplits = kSplits_;
-  // For products of few rows, as when a model generates text: they read weights, which no tensor core makes faster, with all multiprocessors. Better
-  // at that than any kernel of SM90, so they are compiled for it, too.
-  static constexpr bool kFewRows = kSplits_ && kTileM_ <= 64;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = kTileK_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
   static constexpr int kStages = kStages_, kBlocks = kBlocks_;

@@ -73,12 +73,12 @@ struct Gemm {
 
 // What a generated source calls to describe its kernel.
 template <class Program, class Config, class Element, Layout kLayout, int kBand, int kRaster>
-constexpr KernelInfo describe(char const* key, char const* program, char const* layout, char const* dtype, double rate, int min_k) {
+constexpr KernelInfo describe(char const* key, char const* program, char const* layout, char const* dtype, double rate, int min_k, bool few_rows = false) {
   using G = Gemm<Program, Config, Element, kLayout, kBand, kRaster>;
   constexpr bool kHeads = kPairingOf<Program> == Pairing::kHeadHalves;
   return {key, program, "sm80", layout, dtype, Config::kTileM, Config::kTileN, Config::kTileK, 1, 1, Config::kStages, G::Block::kSharedMemory, Config::kThreads,
           kPairingOf<Program> == Pairing::kHalves ? 2 : 1, 0, kHeads ? Config::kTileN : 0, kHasHeadMean<Program>, Config::kTileM, 8, rate, min_k, &G::launch,
-          Config::kSplits, Config::kFewRows};
+          Config::kSplits, few_rows};
 }
 
 }  // namespace coda::sm80

@@ -71,8 +71,8 @@ def main():
     parser.add_argument("keys", nargs="?", default="", help="a regular expression of kernels' keys and row_kernels, such as 'bf16.*sm80$'; default all")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="the I-th of N parts")
     args = parser.parse_args()
-    torch.manual_seed(0)
     for name, function in selected(args.keys, args.shard):
+        torch.manual_seed(0)  # the numbers of a kernel, and so whether they are within its bounds, must not depend on what ran before it
         print(name, end="", flush=True)  # before it runs: so that the last line is about what went wrong, or took too long
         begin = time.monotonic()
         function()
